@@ -1,0 +1,101 @@
+"""Linear layer whose every output is the same bits whatever the batch.
+
+C++: each output is one chain of fused multiply-adds over k in order, restarted every 192 terms, the partial sums added in order, and
+owned by one thread. How many rows and columns share a tile decides the speed only. Forward invariant; backward is plain torch.
+
+Legend: M rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.cpu.loader import load
+from kernels.linear import ref
+
+PANEL = 16  # output columns of one packed panel
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight in the order the kernel reads it: float32 [ceil(N / 16), K, 16], or None where there is no C++ kernel.
+
+    Valid until the weight changes. Changes that torch counts in `_version` are caught; writes through `.data` or numpy are not.
+    """
+
+    panels: torch.Tensor | None
+    weight: torch.Tensor
+    version: int
+
+
+def pack(weight_NK: torch.Tensor) -> PackedWeight:
+    """Pack a float32 [N, K] weight once for many calls."""
+    lib, panels = load(), None
+    if lib is not None:
+        weight = _checked(weight_NK.detach())
+        num_out, num_in = weight.shape
+        panels = torch.empty(-(-num_out // PANEL), num_in, PANEL)
+        lib.pack(weight.data_ptr(), num_out, num_in, panels.data_ptr(), torch.get_num_threads())
+    return PackedWeight(panels, weight_NK, weight_NK._version)
+
+
+def linear(
+    x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, packed: PackedWeight | None = None
+) -> torch.Tensor:
+    """float32 [..., K], [N, K], [N] -> [..., N]. Without `packed` the weight is packed on the way, block by block."""
+    if packed is not None:
+        assert packed.weight is weight_NK and packed.version == weight_NK._version, "the weight changed after pack(): pack it again"
+    if torch.is_grad_enabled() and (x_MK.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)):
+        return _Linear.apply(x_MK, weight_NK, bias_N, packed)
+    return forward(x_MK, weight_NK, bias_N, packed)
+
+
+def forward(
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, packed: PackedWeight | None
+) -> torch.Tensor:
+    """`linear` without autograd."""
+    num_out, num_in = weight_NK.shape
+    assert x.shape[-1] == num_in, (x.shape, weight_NK.shape)
+    lib = load()
+    if lib is None:
+        return ref.linear(x.reshape(-1, num_in), weight_NK, bias_N).view(*x.shape[:-1], num_out)
+    x = _checked(x)
+    y = x.new_empty(*x.shape[:-1], num_out)
+    lib.linear(
+        x.data_ptr(),
+        _checked(weight_NK).data_ptr(),
+        packed.panels.data_ptr() if packed is not None else None,
+        _checked(bias_N).data_ptr() if bias_N is not None else None,
+        y.data_ptr(),
+        x.numel() // num_in,
+        num_out,
+        num_in,
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def _checked(x: torch.Tensor) -> torch.Tensor:
+    assert x.dtype is torch.float32 and x.device.type == "cpu", (x.dtype, x.device)
+    return x.contiguous()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_NK, bias_N, packed):
+        ctx.save_for_backward(x, weight_NK)
+        return forward(x, weight_NK, bias_N, packed)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight_NK = ctx.saved_tensors
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        grad_MN = grad.reshape(-1, grad.shape[-1])
+        return (
+            grad @ weight_NK if need_x else None,
+            grad_MN.t() @ x.reshape(-1, x.shape[-1]) if need_weight else None,
+            grad_MN.sum(0) if need_bias else None,
+            None,
+        )

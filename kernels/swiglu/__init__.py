@@ -1,0 +1,40 @@
+"""SwiGLU without its matrices: gate / (1 + exp(-gate)) * up, with the library's own exp so that tails get the bits of the body."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cpu.loader import load
+from kernels.swiglu import ref
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """float32, two tensors of one shape -> the same shape. Backward is plain torch."""
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        return _SwiGLU.apply(gate, up)
+    return _forward(gate, up)
+
+
+def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    assert gate.shape == up.shape and gate.dtype is torch.float32 is up.dtype, (gate.shape, gate.dtype, up.shape, up.dtype)
+    lib = load()
+    if lib is None:
+        return ref.swiglu(gate, up)
+    gate, up = gate.contiguous(), up.contiguous()
+    y = torch.empty_like(gate)
+    lib.swiglu(gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel())
+    return y
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return _forward(gate, up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        return grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu

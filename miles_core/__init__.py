@@ -1,0 +1,1 @@
+"""The machinery behind train.py and rollout.py."""

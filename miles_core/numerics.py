@@ -1,0 +1,24 @@
+"""Seeds, determinism and dtype policy, set once per process.
+
+On CPUs everything is float32. Every random choice of a run is a function of (run seed, purpose, index): no global generator is shared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+
+
+def setup() -> None:
+    """Deterministic algorithms only, and as many threads as OMP_NUM_THREADS says (one if unset: see launch/env.sh)."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def derive_seed(seed: int, *purpose: object) -> int:
+    """A 63-bit seed for one purpose of a run, equal on every rank and independent between purposes."""
+    digest = hashlib.blake2b(repr((seed, *purpose)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,95 @@
+"""What a person reads: the metrics of what was rolled out, one line a step, who is the bottleneck, and the summary at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from miles_core.metrics import Max, Mean, Metric
+from miles_core.schema import FINISH_REASONS, VERDICTS, Trajectory
+
+
+def rollout_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Metric]:
+    """`rollout/*` of the groups of one step, before any filter: what was sampled, not what was trained on.
+
+    Rewards count samples with the verdict ok only; pass@n is the share of groups with a sample whose reward is at least 1.
+    """
+    samples = [t for group in groups for t in group]
+    ok = VERDICTS.index("ok")
+    rewards = np.array([t.reward for t in samples if t.verdict == ok], np.float64)
+    lengths = np.array([int(t.loss_mask.sum()) for t in samples])
+    prompt_tokens = sum(int(t.turns[0]) for t in samples)
+    by_group = [[t.reward for t in group if t.verdict == ok] for group in groups]
+    spread = [float(np.std(rewards)) for rewards in by_group if len(rewards) > 1]
+    metrics: dict[str, Metric] = {
+        "rollout/reward_mean": Mean(float(rewards.sum()), len(rewards)),
+        "rollout/reward_std": Mean(sum(spread), len(spread)),
+        "rollout/zero_std_frac": Mean(sum(s == 0 for s in spread), len(spread)),
+        f"rollout/pass@{max(map(len, groups), default=0)}": Mean(sum(max(r, default=0.0) >= 1 for r in by_group), len(groups)),
+        "rollout/response_len_mean": Mean(float(lengths.sum()), len(lengths)),
+        "rollout/response_len_max": Max(int(lengths.max(initial=0))),
+        "rollout/truncated_frac": Mean(sum(t.finish == FINISH_REASONS.index("length") for t in samples), len(samples)),
+        "rollout/prefix_hit_rate": Mean(sum(t.cached for t in samples), prompt_tokens),
+        "rollout/version_span_max": Max(max((int(np.ptp(t.version[:, 0])) for t in samples), default=0)),
+    }
+    for index, verdict in enumerate(VERDICTS):
+        metrics[f"rollout/verdict/{verdict}"] = Mean(sum(t.verdict == index for t in samples), len(samples))
+    return metrics
+
+
+def verdict(trainer_wait_frac: float, producer_blocked_frac: float, colocated: bool) -> str:
+    """One line that says which side the other waits for, and what to change."""
+    if colocated:
+        return f"colocated: generation took {trainer_wait_frac:.0%} of the step, in turn with training; split the ranks to overlap them"
+    if max(trainer_wait_frac, producer_blocked_frac) < 0.1:
+        return f"balanced: the trainer waited {trainer_wait_frac:.0%} of the step, rollout {producer_blocked_frac:.0%}"
+    if trainer_wait_frac >= producer_blocked_frac:
+        return f"rollout-bound: the trainer waited {trainer_wait_frac:.0%} of the step; add rollout ranks"
+    return f"trainer-bound: rollout was blocked {producer_blocked_frac:.0%} of the step; add training ranks"
+
+
+def duration(seconds: float) -> str:
+    """90 -> '1:30'."""
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def step_line(step: int, steps: int, values: Mapping[str, float], mean_step_s: float) -> str:
+    """One optimizer step for a person: progress bar, reward, loss, staleness, parity, who waits, time left."""
+    filled = round(20 * step / steps)
+    return (
+        f"step {step:{len(str(steps))}d}/{steps} [{'=' * filled}{' ' * (20 - filled)}] "
+        f"reward {values['rollout/reward_mean']:.3f}  loss {values['train/loss']:+.4f}  grad {values['train/grad_norm']:.2f}  "
+        f"entropy {values['train/entropy']:.2f}  len {values['rollout/response_len_mean']:.1f}  stale {values['train/staleness_mean']:.2f}  "
+        f"logp_diff {values['train/logp_diff_max']:.1e}  wait {values['perf/trainer_wait_frac']:4.0%}  "
+        f"{values['perf/step_time']:.2f} s  left {duration((steps - step) * mean_step_s)}"
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    """Mean of the finite values; nan without any."""
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def summary(
+    rewards: Sequence[float], eval_before: Mapping[str, float], eval_after: Mapping[str, float], bottleneck: str, seconds: float, steps: int, run_dir: str
+) -> str:
+    """The last thing a run prints. `rewards` are the mean rewards of every step of the run, `seconds` and `steps` those of this process."""
+    window = min(10, len(rewards))
+    lines = [
+        "",
+        f"done: {steps} steps in {duration(seconds)} ({steps / max(seconds, 1e-9):.2f} steps/s)",
+        f"  reward     {mean(rewards[:window]):.3f} -> {mean(rewards[-window:]):.3f}   (mean of the first and the last {window} steps)",
+    ]
+    for name, after in eval_after.items():
+        before = f"{eval_before[name]:.3f} -> " if name in eval_before else ""
+        lines.append(f"  {name}  {before}{after:.3f}   (held out)")
+    lines += [
+        f"  bottleneck {bottleneck}",
+        f"  look at    tensorboard --logdir {run_dir}/tensorboard   |   {run_dir}/metrics.jsonl   |   {run_dir}/checkpoints",
+        f"  evaluate   python rollout.py --model {run_dir}/checkpoints/latest --task ... --eval",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,204 @@
+"""The three records that a datum passes through, and the one table of their fields.
+
+    Prompt      what a task asks                    tasks -> engine
+    Trajectory  one sampled answer, frozen          engine -> ring -> pack
+    Batch       packed trajectories as tensors      pack -> loss
+
+`FIELDS` declares every field of a Trajectory once. The ring's byte layout, the viewer and the tests loop over it: adding
+a field means adding a row here (and the code that fills it).
+
+Shapes: T tokens of one trajectory, M tokens of it that were sampled (loss_mask == 1), R runs of equal version, U turns.
+In a Batch, T and M count over all packed sequences and S is the number of sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+
+class Field(NamedTuple):
+    """One row of FIELDS. `shape` is "scalar", "T" (one value a token) or "R2" / "U" (a short array of its own length)."""
+
+    name: str
+    dtype: str
+    shape: str
+
+
+FIELDS = (
+    Field("group", "int64", "scalar"),  # group number g: global, fixes prompt and seeds
+    Field("sample", "int32", "scalar"),  # index inside the group, 0 .. n-1
+    Field("reward", "float32", "scalar"),
+    Field("advantage", "float32", "scalar"),
+    Field("verdict", "int32", "scalar"),  # index into VERDICTS
+    Field("finish", "int32", "scalar"),  # index into FINISH_REASONS
+    Field("cached", "int32", "scalar"),  # prompt tokens that came from the prefix cache
+    Field("temperature", "float32", "scalar"),  # the distribution that was sampled from ...
+    Field("top_p", "float32", "scalar"),
+    Field("top_k", "int32", "scalar"),  # ... 0 = off
+    Field("tokens", "int32", "T"),
+    Field("loss_mask", "uint8", "T"),  # 1 exactly on sampled tokens
+    Field("logp_roll", "float32", "T"),  # sampler's log-prob; 0 where loss_mask is 0
+    Field("version", "int32", "R2"),  # rows (version, count) over the M sampled tokens, in order
+    Field("turns", "int32", "U"),  # lengths of the alternating prompt / answer stretches; they sum to T
+)
+SCALARS = tuple(f for f in FIELDS if f.shape == "scalar")
+ARRAYS = tuple(f for f in FIELDS if f.shape != "scalar")
+VERDICTS = ("ok", "timeout", "infra_error", "no_verdict")
+FINISH_REASONS = ("stop", "length")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a task asks, already tokenised.
+
+    `tokens` int32 [P]. `text` is the last user message, for people. `answer` is whatever the task's reward needs (JSON-able).
+    """
+
+    group: int
+    tokens: np.ndarray
+    text: str
+    answer: Any = None
+
+
+@dataclass
+class Trajectory:
+    """One sampled answer. Filled by the engine, then by reward and advantage; frozen once it is in the ring.
+
+    Arrays may be views into shared memory: read them, never write them.
+    """
+
+    group: int
+    sample: int
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    logp_roll: np.ndarray
+    version: np.ndarray
+    turns: np.ndarray
+    finish: int
+    cached: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    reward: float = 0.0
+    verdict: int = 0
+    advantage: float = 0.0
+
+    @property
+    def version_M(self) -> np.ndarray:
+        """Version of every sampled token, int32 [M]."""
+        return np.repeat(self.version[:, 0], self.version[:, 1])
+
+    @property
+    def oldest_version(self) -> int:
+        return int(self.version[:, 0].min())
+
+    def check(self) -> None:
+        """Assert that the arrays agree with each other."""
+        num_tokens, num_sampled = len(self.tokens), int(self.loss_mask.sum())
+        lengths = {f.name: len(getattr(self, f.name)) for f in ARRAYS if f.shape == "T"}
+        assert set(lengths.values()) == {num_tokens}, f"per-token fields differ in length: {lengths}"
+        assert int(self.version[:, 1].sum()) == num_sampled, (self.version, num_sampled)
+        assert int(self.turns.sum()) == num_tokens, (self.turns, num_tokens)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: whole sequences packed one after another, plus one row for every sampled token.
+
+    `rows_M` are the packed positions whose hidden state predicts the sampled tokens `targets_M` (position of the token minus one).
+    """
+
+    tokens_T: torch.Tensor  # int64
+    positions_T: torch.Tensor  # int64, restart at 0 in every sequence
+    cu_seqlens_S1: torch.Tensor  # int32
+    rows_M: torch.Tensor  # int64
+    targets_M: torch.Tensor  # int64
+    sequence_M: torch.Tensor  # int64, which of the S sequences
+    logp_roll_M: torch.Tensor  # float32
+    advantage_M: torch.Tensor  # float32
+    version_M: torch.Tensor  # int64
+    keep_M: torch.Tensor  # float32, 1 where the token enters the loss, 0 where its sample is masked out
+    temperature_M: torch.Tensor  # float32
+    top_p_M: torch.Tensor  # float32
+    top_k_M: torch.Tensor  # int64
+    weight_S: torch.Tensor  # float32 [S], kept tokens of each sequence
+    logp_prox_M: torch.Tensor | None = None  # float32, trainer at step start (decoupled loss)
+    logp_ref_M: torch.Tensor | None = None  # float32, frozen reference (KL)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens_T)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens_S1) - 1
+
+
+_SCALAR_DTYPE = np.dtype([(f.name, f.dtype) for f in SCALARS] + [(f"len_{f.name}", "int32") for f in ARRAYS], align=True)
+
+
+def _array_shape(f: Field, length: int) -> tuple[int, ...]:
+    return (length, 2) if f.shape == "R2" else (length,)
+
+
+def _aligned(nbytes: int) -> int:
+    return (nbytes + 7) & ~7
+
+
+def trajectory_nbytes(num_tokens: int, num_runs: int, num_turns: int) -> int:
+    """Bytes that a trajectory of these sizes takes in a ring slot or a journal."""
+    length = {"T": num_tokens, "R2": 2 * num_runs, "U": num_turns}
+    return _aligned(_SCALAR_DTYPE.itemsize) + sum(_aligned(length[f.shape] * np.dtype(f.dtype).itemsize) for f in ARRAYS)
+
+
+def group_nbytes(group: list[Trajectory]) -> int:
+    """Exact size of `write_group(group, ...)`."""
+    return 8 + sum(trajectory_nbytes(len(t.tokens), len(t.version), len(t.turns)) for t in group)
+
+
+def write_group(group: list[Trajectory], buffer: memoryview) -> int:
+    """Serialise a group into `buffer` (8-byte aligned, at least `group_nbytes`). Returns the bytes written.
+
+    Layout: int64 count; then for each trajectory its scalars with the array lengths, then its arrays in FIELDS order, each aligned to 8.
+    """
+    out = np.frombuffer(buffer, np.uint8)
+    out[:8].view(np.int64)[0] = len(group)
+    offset = 8
+    for t in group:
+        t.check()
+        record = np.zeros((), _SCALAR_DTYPE)
+        for f in SCALARS:
+            record[f.name] = getattr(t, f.name)
+        for f in ARRAYS:
+            record[f"len_{f.name}"] = len(getattr(t, f.name))
+        out[offset : offset + _SCALAR_DTYPE.itemsize] = np.frombuffer(record.tobytes(), np.uint8)
+        offset += _aligned(_SCALAR_DTYPE.itemsize)
+        for f in ARRAYS:
+            source = np.ascontiguousarray(getattr(t, f.name), f.dtype).reshape(-1).view(np.uint8)
+            out[offset : offset + len(source)] = source
+            offset += _aligned(len(source))
+    return offset
+
+
+def read_group(buffer: memoryview) -> list[Trajectory]:
+    """Inverse of `write_group`, without a copy: the arrays are views of `buffer`."""
+    data = np.frombuffer(buffer, np.uint8)
+    offset, group = 8, []
+    for _ in range(int(data[:8].view(np.int64)[0])):
+        record = data[offset : offset + _SCALAR_DTYPE.itemsize].view(_SCALAR_DTYPE)[0]
+        offset += _aligned(_SCALAR_DTYPE.itemsize)
+        values: dict[str, Any] = {f.name: record[f.name].item() for f in SCALARS}
+        for f in ARRAYS:
+            shape = _array_shape(f, int(record[f"len_{f.name}"]))
+            nbytes = int(np.prod(shape)) * np.dtype(f.dtype).itemsize
+            values[f.name] = data[offset : offset + nbytes].view(f.dtype).reshape(shape)
+            offset += _aligned(nbytes)
+        group.append(Trajectory(**values))
+    return group
+
+
+assert {f.name for f in FIELDS} == {f.name for f in fields(Trajectory)}, "FIELDS and Trajectory must name the same fields"

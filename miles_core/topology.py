@@ -1,0 +1,159 @@
+"""Who does what: torchrun's environment -> role, node, process groups. The only file that creates groups.
+
+On every node the first R of L local ranks roll out and the rest train. R = 0 (and a world of one) is *colocated*: every
+rank does both in turn, with the same code. Example, 2 nodes, L = 4, R = 1:
+
+    rank      0        1      2      3        4        5      6      7
+    node      0        0      0      0        1        1      1      1
+    role   rollout   train  train  train   rollout   train  train  train
+                     leader                          leader
+
+The node leader is the first training rank of a node: it owns the node's ring and weight segment. The first of all leaders
+writes logs and checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arithmetic of roles for one world; no process group is needed to build it."""
+
+    world_size: int
+    local_world_size: int
+    rollout_ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        num_local, num_rollout = self.local_world_size, self.rollout_ranks_per_node
+        if self.world_size % num_local:
+            raise ValueError(f"--nproc-per-node {num_local} does not divide the world of {self.world_size} ranks: use the same number on every node")
+        if not 0 <= num_rollout < num_local:
+            raise ValueError(
+                f"--rollout-ranks-per-node {num_rollout} leaves no training rank among the {num_local} of a node: "
+                f"use 1 to {num_local - 1}, or 0 to let every rank do both"
+                if num_local > 1
+                else f"--rollout-ranks-per-node {num_rollout} needs more ranks than the one of --nproc-per-node 1: use 0, or start more ranks"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        return self.world_size // self.local_world_size
+
+    @property
+    def colocated(self) -> bool:
+        return self.rollout_ranks_per_node == 0
+
+    def node(self, rank: int) -> int:
+        return rank // self.local_world_size
+
+    def trains(self, rank: int) -> bool:
+        return rank % self.local_world_size >= self.rollout_ranks_per_node
+
+    def rolls_out(self, rank: int) -> bool:
+        return self.colocated or not self.trains(rank)
+
+    def ranks(self, *, train: bool, node: int | None = None) -> list[int]:
+        """Global ranks that train (or that roll out), of one node or of all."""
+        has_role = self.trains if train else self.rolls_out
+        return [r for r in range(self.world_size) if has_role(r) and node in (None, self.node(r))]
+
+    def describe(self) -> str:
+        """One line a rank: who does what."""
+        lines = []
+        for rank in range(self.world_size):
+            role = "rollout + train" if self.colocated else "train" if self.trains(rank) else "rollout"
+            leader = rank in {self.ranks(train=True, node=n)[0] for n in range(self.num_nodes)}
+            lines.append(f"rank {rank:3d}  node {self.node(rank)}  local {rank % self.local_world_size}  {role}{'  (node leader)' if leader else ''}")
+        return "\n".join(lines)
+
+
+def layout_from_env(rollout_ranks_per_node: int) -> Layout:
+    """Layout of the world that torchrun describes in the environment (one rank without it). -1 = half of each node's ranks."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if rollout_ranks_per_node == -1:
+        rollout_ranks_per_node = local_world_size // 2
+    return Layout(world_size, local_world_size, rollout_ranks_per_node)
+
+
+class Topology:
+    """This rank's place in the world, and the process groups it belongs to. Build it once, on every rank, before anything else.
+
+    Groups are created by all ranks in one order, members or not: a rank that skipped one would pair its next collective with
+    somebody else's. Each is used by one thread only; gloo mixes up collectives of two threads on one group without an error.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, timeout_s: float):
+        self.layout, self.device = layout, device
+        self.rank = int(os.environ.get("RANK", 0))
+        self.local_rank = self.rank % layout.local_world_size
+        self.node = layout.node(self.rank)
+        self.trains, self.rolls_out = layout.trains(self.rank), layout.rolls_out(self.rank)
+        timeout = timedelta(seconds=timeout_s)
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group("gloo", timeout=timeout)
+        else:  # plain `python train.py`: a world of one needs no rendezvous
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        train_ranks = layout.ranks(train=True)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self.train_group = dist.new_group(train_ranks, timeout=timeout, backend=backend)  # FSDP
+        self.control_group = dist.new_group(train_ranks, timeout=timeout, backend="gloo")  # counts and metrics of the training ranks
+        self.checkpoint_group = dist.new_group(train_ranks, timeout=timeout, backend="gloo")  # used by the checkpoint thread alone
+        self.weights_group = dist.new_group(self.weights_ranks, timeout=timeout, backend=backend)
+        node_groups = [dist.new_group(layout.ranks(train=True, node=n), timeout=timeout, backend="gloo") for n in range(layout.num_nodes)]
+        self.node_group = node_groups[self.node]  # training ranks of this node share a ring
+        self.train_mesh = DeviceMesh.from_group(self.train_group, device.type, mesh_dim_names=("fsdp",)) if self.trains else None
+
+    @property
+    def weights_ranks(self) -> list[int]:
+        """The first training rank (source of a broadcast) and every rollout rank."""
+        return sorted({self.layout.ranks(train=True)[0], *self.layout.ranks(train=False)})
+
+    @cached_property
+    def node_leader(self) -> int:
+        """Global rank of the first training rank of this node."""
+        return self.layout.ranks(train=True, node=self.node)[0]
+
+    @property
+    def is_node_leader(self) -> bool:
+        return self.rank == self.node_leader
+
+    @property
+    def is_logger(self) -> bool:
+        """True on the one rank that prints, logs and writes checkpoints: the first training rank of all."""
+        return self.rank == self.layout.ranks(train=True)[0]
+
+    @property
+    def rollout_index(self) -> int:
+        """Index of this rank among the rollout ranks of its node."""
+        return self.layout.ranks(train=False, node=self.node).index(self.rank)
+
+    def gather(self, value: object) -> list:
+        """`value` of every rank of the world, in rank order (collective over the world)."""
+        values = [None] * self.layout.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def node_broadcast(self, value: object) -> object:
+        """The node leader's `value` on every training rank of the node (collective over them)."""
+        box = [value]
+        dist.broadcast_object_list(box, src=self.node_leader, group=self.node_group)
+        return box[0]
+
+    def train_sum(self, *counts: float) -> list[float]:
+        """Sum each count over all training ranks (collective over them)."""
+        total = torch.tensor(counts, dtype=torch.float64)
+        dist.all_reduce(total, group=self.control_group)
+        return total.tolist()
+
+    def close(self) -> None:
+        dist.destroy_process_group()
