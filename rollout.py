@@ -12,25 +12,28 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from miles_core import guard, numerics, tasks
 from miles_core.advantage import ADVANTAGES
+from miles_core.assets import TINY
 from miles_core.config import Config, parse_args
 from miles_core.engine import Completion, Engine, Request, SamplingParams
 from miles_core.metrics import Mean, Metric, merge
 from miles_core.model import hf
+from miles_core.model.transformer import ModelConfig, Transformer
 from miles_core.ring import Claim, Ring
 from miles_core.schema import VERDICTS, Prompt
 from miles_core.tasks.rewards import RewardPool
 from miles_core.topology import Topology, layout_from_env
 from miles_core.weights import Receiver
 
-EVAL_GROUP = 1 << 62  # group numbers of evaluation start here, so that their sampling noise is nobody else's
+EVAL_GROUP = 1 << 62  # group numbers of evaluation start here, so that its sampling noise is nobody else's
+OK = VERDICTS.index("ok")
 
 
 @dataclass
@@ -44,25 +47,24 @@ class Group:
 
 
 class Rollout:
-    """One rollout rank. `tick()` does a little of everything and never waits, so a colocated rank can interleave it with training."""
+    """One rollout rank. `tick()` does a little of everything and never waits, so that a colocated rank can alternate it with training."""
 
-    def __init__(self, config: Config, engine: Engine, task: tasks.Task, tokenizer: hf.Tokenizer, ring: Ring, weights: Receiver, index: int):
-        self.config, self.engine, self.task, self.tokenizer = config, engine, task, tokenizer
-        self.ring, self.weights, self.index = ring, weights, index
-        self.rewards = RewardPool(config.task, config.seed, config.data, config.eval_data, config.reward_workers, config.reward_timeout)
-        self.params = sampling_params(config, engine)
-        self.open: dict[int, Group] = {}
+    def __init__(self, config: Config, inputs: Inputs, ring: Ring, weights: Receiver, index: int):
+        self.config, self.inputs, self.ring, self.weights, self.index = config, inputs, ring, weights, index
         # A fair share of the slots: the first rank to look must not admit every group of a step while the others idle.
         self.max_open = math.ceil(ring.num_slots / ring.num_rollout_ranks)
+        self.engine = make_engine(config, inputs, hf.build(inputs.model_config, torch.device("cpu")), self.max_open)
+        self.rewards = make_rewards(config)
+        self.open: dict[int, Group] = {}
 
     def tick(self) -> bool:
-        """Take new weights, admit, decode one token of everything, hand finished groups over. Returns False when there was nothing to do."""
+        """Take new weights, admit, decode one token of every sequence, hand finished groups over. False when there was nothing to do."""
         self.refresh()
         admitted = self.admit()
         for completion in self.engine.step():
-            group = self.open[completion.trajectory.group]
-            group.done[completion.trajectory.sample] = completion
-            self.rewards.submit((completion.trajectory.group, completion.trajectory.sample), group.prompt.answer, completion.text)
+            number, sample = completion.trajectory.group, completion.trajectory.sample
+            self.open[number].done[sample] = completion
+            self.rewards.submit((number, sample), self.open[number].prompt.answer, completion.text)
         for (number, sample), reward, verdict, _ in self.rewards.poll():
             group = self.open[number]
             trajectory = group.done[sample].trajectory
@@ -73,58 +75,137 @@ class Rollout:
         return admitted or self.engine.num_unfinished > 0
 
     def refresh(self, min_version: int | None = None) -> None:
-        """Load the newest published weights, if they are new. With `min_version`: wait until at least that version is there."""
+        """Load the newest published weights if they are new; with `min_version`, wait until at least that version is there."""
         version = self.weights.receive(min_version)
         if version is not None:
             self.engine.set_version(version, self.config.on_update)
             self.ring.set_live(self.index, version)
 
     def admit(self) -> bool:
-        """Claim group numbers while the pacing and this rank's share allow, and queue their samples."""
+        """Claim group numbers while pacing and this rank's share allow it, and queue their samples."""
         admitted = False
         while len(self.open) < self.max_open and (claim := self.ring.claim(self.index)) is not None:
-            prompt = tasks.make_prompt(self.task, self.tokenizer, claim.group, "train")
+            prompt = tasks.make_prompt(self.inputs.task, self.inputs.tokenizer, claim.group, "train")
             self.open[claim.group] = Group(claim, prompt)
             for sample in range(self.config.samples_per_prompt):
-                self.engine.add(Request(claim.group, sample, prompt.tokens, self.params))
+                self.engine.add(Request(claim.group, sample, prompt.tokens, sampling_params(self.config, self.inputs)))
             admitted = True
         return admitted
 
     def finish(self, group: Group) -> None:
         """Rewards of a whole group -> advantages -> ring. From here on the trajectories are frozen."""
         trajectories = [group.done[sample].trajectory for sample in range(self.config.samples_per_prompt)]
-        ok = np.array([t.verdict == VERDICTS.index("ok") for t in trajectories])
-        advantages = ADVANTAGES[self.config.advantage](np.array([t.reward for t in trajectories]), ok)
-        for trajectory, advantage in zip(trajectories, advantages, strict=True):
+        rewards = np.array([t.reward for t in trajectories])
+        ok = np.array([t.verdict == OK for t in trajectories])
+        for trajectory, advantage in zip(trajectories, ADVANTAGES[self.config.advantage](rewards, ok), strict=True):
             trajectory.advantage = float(advantage)
         self.ring.put(group.claim, trajectories)
 
     def run(self) -> None:
         """The life of a dedicated rollout rank: until the trainer says stop."""
-        idle_since = None
+        blocked_since = None
         while not self.ring.stopped:
-            if self.tick():
-                idle_since = None
+            if self.tick() or self.open:
+                blocked_since = None
                 continue
             now = time.monotonic()
-            if idle_since is not None and not self.open:
-                self.ring.add_blocked(self.index, now - idle_since)  # no slot is free: the trainer is the bottleneck
-            idle_since = now
+            if blocked_since is not None:
+                self.ring.add_blocked(self.index, now - blocked_since)  # no free slot: the trainer is the bottleneck
+            blocked_since = now
             time.sleep(0.0005)
 
-    def evaluate(self, shard: int, num_shards: int) -> dict[str, Metric]:
-        return evaluate(self.config, self.engine, self.rewards, self.task, self.tokenizer, shard, num_shards)
 
-    def close(self) -> None:
-        self.rewards.close()
+@dataclass(frozen=True)
+class Inputs:
+    """What every rank reads from disk, and checks, before any process group exists."""
+
+    model_dir: Path
+    model_config: ModelConfig
+    tokenizer: hf.Tokenizer
+    stop_token_ids: tuple[int, ...]
+    task: tasks.Task
+    max_context: int  # prompt + answer, tokens
 
 
-def sampling_params(config: Config, engine: Engine) -> SamplingParams:
-    return SamplingParams(config.temperature, config.top_p, config.top_k, config.max_new_tokens, engine.stop_token_ids)
+def load_inputs(config: Config) -> Inputs:
+    model_dir = TINY if config.model == "tiny" else hf.resolve(config.model)
+    model_config = hf.load_config(model_dir)
+    hf.check_weights(model_dir, model_config)
+    max_context = min(config.max_context, model_config.max_position)
+    if config.max_new_tokens >= max_context:
+        raise ValueError(f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the {max_context} tokens of {config.model}")
+    task = tasks.load(config.task, config.seed, config.data or None, config.eval_data or None)
+    return Inputs(model_dir, model_config, hf.load_tokenizer(model_dir), hf.load_stop_ids(model_dir), task, max_context)
 
 
-def make_engine(config: Config, model: torch.nn.Module, tokenizer: hf.Tokenizer, stop_token_ids: tuple[int, ...]) -> Engine:
+def sampling_params(config: Config, inputs: Inputs) -> SamplingParams:
+    return SamplingParams(config.temperature, config.top_p, config.top_k, config.max_new_tokens, inputs.stop_token_ids)
+
+
+def make_engine(config: Config, inputs: Inputs, model: Transformer, num_groups: int) -> Engine:
+    """An engine with room for `num_groups` groups at their longest, or for what --kv-tokens says."""
+    num_sequences = min(config.max_sequences, num_groups * config.samples_per_prompt)
+    kv_tokens = config.kv_tokens or min(65536, num_sequences * inputs.max_context)
     return Engine(
-        model, tokenizer, seed=numerics.derive_seed(config.seed, "sampling"), stop_token_ids=stop_token_ids, max_context=context(config, model.config.max_position),
-        num_pages=..., max_batch_tokens=config.prefill_tokens, max_sequences=config.max_sequences,
-    )
+        model, inputs.tokenizer, seed=numerics.derive_seed(config.seed, "sampling"), num_pages=max(1, kv_tokens // 64),
+        max_batch_tokens=config.prefill_tokens, max_sequences=num_sequences, max_context=inputs.max_context,
+    )  # fmt: skip
+
+
+def make_rewards(config: Config) -> RewardPool:
+    return RewardPool(config.task, config.seed, config.data, config.reward_workers, config.reward_timeout)
+
+
+def evaluate(config: Config, inputs: Inputs, engine: Engine, rewards: RewardPool, shard: int, num_shards: int) -> dict[str, Metric]:
+    """pass@1, pass@k and mean reward over this rank's share of the held-out prompts, as sums that the ranks merge.
+
+    A sample passes when its reward is at least 1. pass@k (k = --eval-samples) is the share of prompts that any sample passes.
+    Samples without the verdict ok are left out, and counted.
+    """
+    params = sampling_params(config, inputs)
+    numbers = range(shard, min(config.eval_prompts, inputs.task.num_eval), num_shards)
+    prompts = [tasks.make_prompt(inputs.task, inputs.tokenizer, number, "eval") for number in numbers]
+    samples = range(config.eval_samples)
+    completions = engine.generate([Request(EVAL_GROUP + p.group, sample, p.tokens, params) for p in prompts for sample in samples])
+    for index, completion in enumerate(completions):
+        rewards.submit(index, prompts[index // config.eval_samples].answer, completion.text)
+    scores: list[list[float]] = [[] for _ in prompts]
+    for index, reward, verdict, _ in rewards.wait(len(completions)):
+        if verdict == "ok":
+            scores[index // config.eval_samples].append(reward)
+    num_ok, passed = sum(map(len, scores)), [[r >= 1 for r in rs] for rs in scores if rs]
+    name = f"eval/{inputs.task.name}"
+    metrics: dict[str, Metric] = {
+        f"{name}/pass@1": Mean(sum(map(sum, passed)), num_ok),
+        f"{name}/reward_mean": Mean(sum(map(sum, scores)), num_ok),
+        f"{name}/not_ok_frac": Mean(len(completions) - num_ok, len(completions)),
+    }
+    if config.eval_samples > 1:
+        metrics[f"{name}/pass@{config.eval_samples}"] = Mean(sum(map(any, passed)), len(passed))
+    return metrics
+
+
+def main() -> None:
+    """Alone: evaluate a checkpoint, or answer one message."""
+    config = parse_args(sys.argv[1:], "rollout.py", __doc__)
+    numerics.setup()
+    if config.eval == bool(config.generate):
+        raise ValueError("say --eval to evaluate, or --generate TEXT to answer one message")
+    topo = Topology(layout_from_env(0), torch.device("cpu"), config.timeout)
+    inputs = load_inputs(config)
+    engine = make_engine(config, inputs, hf.load(inputs.model_dir), max(1, config.eval_prompts))
+    if config.generate:
+        prompt = tasks.user_prompt(config.generate, inputs.tokenizer)
+        print(engine.generate([Request(EVAL_GROUP, 0, prompt, sampling_params(config, inputs))])[0].text)
+        return
+    rewards = make_rewards(config)
+    metrics = merge(topo.gather(evaluate(config, inputs, engine, rewards, topo.rank, topo.layout.world_size)))
+    rewards.close()
+    if topo.rank == 0:
+        for name, metric in metrics.items():
+            print(f"{name}  {metric.value():.4f}")
+    topo.close()
+
+
+if __name__ == "__main__":
+    guard.run(main)

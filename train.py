@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 train.py                                 one rank rolls out, one trains, at the same time
     torchrun --nproc-per-node 1 train.py                                 colocated: one rank does both in turn (synchronous)
     torchrun --nproc-per-node 2 train.py --rollout-ranks-per-node 0      colocated, data-parallel
-    torchrun --nproc-per-node 8 train.py --dry-run                       who would do what
+    python train.py --dry-run                                            print who would do what, and stop
 
 The system follows Miles v0.1 (arXiv 2609.08368) without its Ray, SGLang and Megatron. Departures: one model and one set of invariant
 kernels for both roles, so the sampler's and the trainer's log-probs are equal bits; admission is paced, so no group is ever discarded
@@ -12,51 +12,223 @@ for being stale; one optimizer step per batch, so the proximal policy of the dec
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from miles_core import guard, loss, numerics, pack, report
+from miles_core import guard, loss, numerics, pacing, pack, report, rundir, weights
+from miles_core.advantage import WHITENED, whiten, whitening_sums
+from miles_core.checkpoint import Checkpointer
 from miles_core.config import Config, parse_args
-from miles_core.metrics import Logger, Max, Mean, Sum, merge, reduce
-from rollout import Rollout
+from miles_core.metrics import Logger, Max, Mean, Metric, Sum, merge, reduce
+from miles_core.model import hf, parallel
+from miles_core.model.attend import PackedAttend
+from miles_core.model.transformer import Transformer
+from miles_core.optim import Optimizer
+from miles_core.ring import Ref, Ring
+from miles_core.schema import Batch, Trajectory, trajectory_nbytes
+from miles_core.topology import Layout, Topology, layout_from_env
+from rollout import Inputs, Rollout, evaluate, load_inputs
 
 
-def train(job, rollout: Rollout | None) -> None:
-    """All optimizer steps of a run on one training rank. `rollout` is this rank's own rollout half when colocated."""
-    config, topo, ring, model, optimizer = job.config, job.topo, job.ring, job.model, job.optimizer
-    version = job.version
-    while version < config.steps:
-        started = time.perf_counter()
+def train(run: Trainer, rollout: Rollout | None) -> None:
+    """All optimizer steps of one training rank. `rollout` is this rank's own rollout half when it is colocated."""
+    config, topo = run.config, run.topo
+    while run.version < config.steps:
+        clock = report.Clock()
 
-        # Take: the P lowest-numbered ready groups. Every training rank of the node reads them in place, from shared memory.
-        refs = take(job, rollout)
-        groups = [ring.read(ref) for ref in refs]
-        waited = time.perf_counter() - started
-        staleness = pack.assert_staleness(groups, version, config.max_staleness)
+        # Take the P lowest-numbered ready groups. All training ranks of a node read them in place, in shared memory.
+        refs = run.take(rollout)
+        groups = [run.ring.read(ref) for ref in refs]
+        run.assert_fresh(groups)
+        clock.lap("wait")
 
-        # Pack: this rank's share, cut into micro-batches. Every count the loss divides by is global and known before any backward.
-        kept = [g for g in groups if not (config.skip_zero_std and pack.zero_std(g))]
-        mine = pack.balance(kept, topo.num_node_trainers)[topo.node_train_index]
+        # Pack this rank's share. Every count that the loss divides by is global, and known before any backward.
+        kept = [t for group in groups if not (config.skip_zero_std and pack.zero_std(group)) for t in group]
+        mine = pack.balance(kept, len(topo.node_trainers))[topo.node_trainers.index(topo.rank)]
+        if config.advantage in WHITENED:
+            mine = whiten(mine, topo.train_sum(*whitening_sums(mine)))
+        counts = pack.Counts(*topo.train_sum(*pack.count(mine)))
+        total = loss.denominator(run.loss_params, counts.loss_tokens, counts.loss_sequences)
         batches = pack.pack(mine, config.micro_batch_tokens)
-        num_tokens, num_sequences = topo.train_sum(*pack.counts(batches))
-        batches += [pack.empty()] * (topo.train_max(len(batches)) - len(batches))  # FSDP: every rank runs as many backwards
+        batches = pack.pad(batches, topo.train_max(len(batches)))  # FSDP: every rank runs as many forwards and backwards
 
-        # Loss: sum over tokens / global count, micro-batch by micro-batch.
+        # Sum over tokens / global count, micro-batch by micro-batch.
         parts = []
         for batch in batches:
-            logp_train_M, entropy_M = job.forward(batch)
-            value, metrics = job.policy_loss(logp_train_M, entropy_M, batch, num_tokens, num_sequences, version)
+            batch = run.with_reference(batch)
+            logp_train_M, entropy_M = score(run.model, batch)
+            value, metrics = loss.policy_loss(logp_train_M, entropy_M, batch, run.loss_params, total)
             value.backward()
-            parts.append(metrics)
+            parts += [metrics, loss.staleness(batch, run.version), loss.parity_diff(logp_train_M, batch, run.version, config.on_update)]
 
-        # Step, publish, and only then free the slots: a slot is free when the weights trained on it are live (DESIGN 4.2).
-        grad_norm = optimizer.step(version)
-        version += 1
-        job.publish(version)
-        ring.release(refs, version)
+        # Step and publish; only then are the slots released: released at take, samples would be one version older (DESIGN 4.2).
+        grad_norm = run.optimizer.step(run.version)
+        run.version += 1
+        clock.lap("train")
+        run.publish()
+        run.release(refs)
+        clock.lap("sync")
 
-        job.log(version, parts, groups)
-        if version == config.steps or (config.save_every and version % config.save_every == 0):
-            job.save(version)
+        run.log(groups, parts, counts, grad_norm, clock)
+        if run.version == config.steps or (config.save_every and run.version % config.save_every == 0):
+            run.save()
+
+
+def score(model: Transformer, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """log-prob and entropy of every sampled token of a packed batch: (logp_M, entropy_M), float32."""
+    attend = PackedAttend(batch.cu_seqlens_S1, model.config.head_dim**-0.5)
+    sampling = (batch.temperature_M, batch.top_p_M, batch.top_k_M)
+    return model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling)
+
+
+# ---- the machinery behind the page above -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What follows from the config and the world before anything is allocated."""
+
+    groups_per_node: int  # P of one node's ring
+    num_slots: int  # B
+    window: int  # W
+    slot_bytes: int
+
+    def describe(self, config: Config, layout: Layout, max_context: int) -> str:
+        bound = pacing.bound(self.num_slots, self.window, self.groups_per_node)
+        return (
+            f"{layout.describe()}\n"
+            f"step: {config.prompts_per_step} prompts x {config.samples_per_prompt} samples, at most {max_context} tokens each\n"
+            f"ring: {self.num_slots} slots of {self.slot_bytes / 2**20:.2f} MiB a node, window {self.window}: "
+            f"no sample is older than (B + W - 2) // P = {bound} version{'s' * (bound != 1)} when it is trained on"
+        )
+
+
+def resolve(config: Config, layout: Layout) -> Config:
+    """Fill in what -1 stands for, and refuse what does not fit this world."""
+    if config.prompts_per_step % layout.num_nodes:
+        raise ValueError(f"--prompts-per-step {config.prompts_per_step} is not divisible by the {layout.num_nodes} nodes: each brings an equal share")
+    if layout.colocated and config.weight_transport != "shm":
+        raise ValueError("--weight-transport broadcast needs ranks that only roll out: use shm, or --rollout-ranks-per-node 1 or more")
+    max_staleness = (0 if layout.colocated else 1) if config.max_staleness == -1 else config.max_staleness
+    return dataclasses.replace(config, rollout_ranks_per_node=layout.rollout_ranks_per_node, max_staleness=max_staleness)
+
+
+def make_plan(config: Config, layout: Layout, max_context: int) -> Plan:
+    groups_per_node = config.prompts_per_step // layout.num_nodes
+    num_slots, window = pacing.derive(groups_per_node, config.max_staleness)
+    # Versions only grow while a sample is made, and it spans at most max_staleness + 1 of them.
+    slot_bytes = 8 + config.samples_per_prompt * trajectory_nbytes(max_context, config.max_staleness + 2, 2)
+    return Plan(groups_per_node, num_slots, window, slot_bytes)
+
+
+class Trainer:
+    """State and machinery of one training rank: model, optimizer, ring, weights, checkpoints and logs."""
+
+    def __init__(self, config: Config, inputs: Inputs, topo: Topology, run_dir: Path, ring: Ring, publisher: weights.Publisher):
+        self.config, self.inputs, self.topo, self.run_dir, self.ring, self.publisher = config, inputs, topo, run_dir, ring, publisher
+        self.model = self._load(inputs.model_dir)
+        self.model.activation_checkpointing = config.activation_checkpointing
+        self.reference = self._load(inputs.model_dir).requires_grad_(False) if config.kl_coef else None
+        self.optimizer = Optimizer(
+            self.model, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm,
+            schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.steps,
+        )  # fmt: skip
+        names = [f.name for f in dataclasses.fields(loss.LossParams)]
+        self.loss_params = loss.LossParams(**{name: getattr(config, name) for name in names})
+        self.version = 0
+        self.logger: Logger | None = None
+        self.started = time.perf_counter()
+        self.blocked_s = 0.0
+
+    def _load(self, model_dir: Path) -> Transformer:
+        model = hf.load(model_dir)
+        parallel.shard(model, self.topo.train_mesh)
+        return model
+
+    def take(self, rollout: Rollout | None) -> list[Ref]:
+        """P references, the same on every training rank of the node. A colocated rank rolls out until P groups are ready."""
+        count = self.config.prompts_per_step // self.topo.layout.num_nodes
+        while rollout is not None and not self.ring.ready(count):
+            if not rollout.tick():
+                time.sleep(0.0005)
+        if rollout is not None:
+            self.topo.node_broadcast(None)  # a slow rank must see the groups ready before the leader takes them
+        refs = self.ring.take(count, self.config.timeout) if self.topo.is_node_leader else None
+        return self.topo.node_broadcast(refs)
+
+    def assert_fresh(self, groups: Sequence[Sequence[Trajectory]]) -> None:
+        """The staleness that the user asked for holds for every trajectory (DESIGN 4.2)."""
+        for t in (t for group in groups for t in group):
+            stale = self.version - t.oldest_version
+            assert 0 <= stale <= self.config.max_staleness, f"group {t.group} sample {t.sample}: {stale} versions old at step {self.version}"
+
+    def with_reference(self, batch: Batch) -> Batch:
+        """The batch with the frozen reference's log-probs, if the loss has a KL term."""
+        if self.reference is None:
+            return batch
+        with torch.no_grad():
+            return dataclasses.replace(batch, logp_ref_M=score(self.reference, batch)[0])
+
+    def publish(self) -> None:
+        """The weights of `self.version` to every rollout rank (collective over the training ranks)."""
+        self.publisher.publish(self.version, parallel.full_tensors(self.model))
+
+    def release(self, refs: list[Ref]) -> None:
+        """Free the slots once this version is live. Every training rank of the node has copied out of them by now: `publish` was collective."""
+        if self.topo.is_node_leader:
+            self.ring.release(refs, self.version)
+
+    def log(self, groups: list, parts: list[dict[str, Metric]], counts: pack.Counts, grad_norm: float, clock: report.Clock) -> None:
+        """Reduce and write the metrics of a step, and print its line."""
+        metrics = merge(parts)
+        if self.topo.is_node_leader:
+            metrics |= report.rollout_metrics(groups) | self.ring_metrics(clock.total)
+        sampled = sum(int(t.loss_mask.sum()) for group in groups for t in group)
+        metrics |= {
+            "perf/step_time": Max(clock.total),
+            "perf/gen_tokens_per_s": Sum(sampled / clock.total if self.topo.is_node_leader else 0.0),
+            "perf/train_tokens_per_s": Max(counts.tokens / clock.laps["train"]),
+            "perf/weight_sync_s": Max(clock.laps["sync"]),
+            "perf/trainer_wait_frac": Mean(clock.laps["wait"], clock.total),
+        }
+        values = reduce(metrics, self.topo.control_group)
+        values |= {"train/grad_norm": grad_norm, "train/lr": self.optimizer.learning_rate(self.version - 1), "train/tokens": counts.loss_tokens}
+        if self.logger is not None:
+            self.logger.log(self.version, values)
+            print(report.step_line(self.version, self.config.steps, values), flush=True)
+
+    def ring_metrics(self, step_s: float) -> dict[str, Metric]:
+        """`ring/*` and the share of the step that this node's rollout ranks had no free slot."""
+        status = self.ring.status()
+        blocked, self.blocked_s = status.blocked_s - self.blocked_s, status.blocked_s
+        return {
+            "ring/ready": Sum(status.ready), "ring/in_flight": Sum(status.in_flight), "ring/reclaimed": Sum(status.reclaimed),
+            "ring/bytes": Sum(status.bytes), "perf/producer_blocked_frac": Mean(blocked, step_s * self.ring.num_rollout_ranks),
+        }  # fmt: skip
+
+    def save(self) -> None:
+        """Checkpoint in the background: training goes on after the copy."""
+        self.checkpoints.save(self.version, ...)
+
+
+def main() -> None:
+    config = parse_args(sys.argv[1:], "train.py", __doc__)
+    numerics.setup()
+    layout = layout_from_env(config.rollout_ranks_per_node)
+    config = resolve(config, layout)
+    inputs = load_inputs(config)
+    plan = make_plan(config, layout, inputs.max_context)
+    if config.dry_run:
+        print(plan.describe(config, layout, inputs.max_context))
+        return
+    topo = Topology(layout, torch.device("cpu"), config.timeout)
+    ...
+
+
+if __name__ == "__main__":
+    guard.run(main)

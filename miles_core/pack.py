@@ -70,7 +70,7 @@ def pack(trajectories: Sequence[Trajectory], max_tokens: int) -> list[Batch]:
     for t in sorted(trajectories, key=_longest_first):
         length = len(t.tokens)
         if length > max_tokens:
-            raise ValueError(f"--micro-batch-tokens {max_tokens} is below a trajectory of {length} tokens: raise it, or lower --max-context")
+            raise ValueError(f"--micro-batch-tokens {max_tokens} cannot hold a trajectory of {length} tokens: raise it")
         index = next((i for i, free in enumerate(room) if free >= length), len(bins))
         if index == len(bins):
             bins.append([])

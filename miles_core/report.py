@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from miles_core.metrics import Max, Mean, Metric
 from miles_core.schema import FINISH_REASONS, VERDICTS, Trajectory
+
+
+class Clock:
+    """Where the time of one step went: `lap(name)` books the seconds since the last lap under a name."""
+
+    def __init__(self) -> None:
+        self.started = self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self.last
+        self.last = now
+
+    @property
+    def total(self) -> float:
+        return self.last - self.started
 
 
 def rollout_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Metric]:

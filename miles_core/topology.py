@@ -149,11 +149,22 @@ class Topology:
         dist.broadcast_object_list(box, src=self.node_leader, group=self.node_group)
         return box[0]
 
+    @property
+    def node_trainers(self) -> list[int]:
+        """Global ranks that share this node's ring and train."""
+        return self.layout.ranks(train=True, node=self.node)
+
     def train_sum(self, *counts: float) -> list[float]:
         """Sum each count over all training ranks (collective over them)."""
         total = torch.tensor(counts, dtype=torch.float64)
         dist.all_reduce(total, group=self.control_group)
         return total.tolist()
+
+    def train_max(self, count: int) -> int:
+        """The largest count of any training rank (collective over them)."""
+        largest = torch.tensor(count)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.control_group)
+        return int(largest)
 
     def close(self) -> None:
         dist.destroy_process_group()

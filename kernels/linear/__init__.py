@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.cpu import huge_pages
 from kernels.cpu.loader import load
 from kernels.linear import ref
 
@@ -30,13 +31,15 @@ class PackedWeight:
     version: int
 
 
-def pack(weight_NK: torch.Tensor) -> PackedWeight:
-    """Pack a float32 [N, K] weight once for many calls."""
+def pack(weight_NK: torch.Tensor, into: PackedWeight | None = None) -> PackedWeight:
+    """Pack a float32 [N, K] weight once for many calls, in the memory of `into` (a pack of the same shape that is no longer used) if given."""
     lib, panels = load(), None
     if lib is not None:
         weight = _checked(weight_NK.detach())
         num_out, num_in = weight.shape
-        panels = torch.empty(-(-num_out // PANEL), num_in, PANEL)
+        shape = (-(-num_out // PANEL), num_in, PANEL)
+        panels = into.panels if into is not None else huge_pages.allocate(shape)
+        assert panels.shape == shape, (panels.shape, shape)
         lib.pack(weight.data_ptr(), num_out, num_in, panels.data_ptr(), torch.get_num_threads())
     return PackedWeight(panels, weight_NK, weight_NK._version)
 

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Each of these takes a second or so to import; FSDP imports torch._dynamo at its first use.
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch._dynamo", "numpy.random"]
 _DIED = "died"
 _GRACE_S = 1.0  # after a failure: time for the other ranks to fail too, before they are killed
 
@@ -60,7 +62,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     the first that failed, and TimeoutError with the stacks of the unfinished ranks. No rank outlives the call.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "numpy"])
+    context.set_forkserver_preload(_PRELOAD)
     # The store lives here, on a port that the kernel picked: no rank has to bind a port that was free a moment ago.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

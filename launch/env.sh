@@ -1,0 +1,31 @@
+# Sourced by run.sh, test.sh and slurm.sbatch: every environment variable that a run depends on, and why.
+# What you have set already is kept.
+
+# Threads. One OpenMP thread a rank: two threads on two busy cores cost a time slice per op (0.3 ms becomes 16 ms).
+export OMP_NUM_THREADS="${OMP_NUM_THREADS-1}"
+# A waiting OpenMP thread sleeps. Spinning would take the core from the rank it waits for.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY-PASSIVE}"
+# The tokenizer's own thread pool is no use on short prompts, and warns when a reward process is forked after it.
+export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM-false}"
+
+# Imports. `kernels` is also the name of a Hugging Face package: keep transformers from looking for it and finding our folder.
+export USE_HUB_KERNELS="${USE_HUB_KERNELS-0}"
+
+# Output. Lines appear when they are printed, also through a pipe or in a SLURM log.
+export PYTHONUNBUFFERED="${PYTHONUNBUFFERED-1}"
+
+# How the ranks find each other, and anything else for torchrun (--max-restarts 3, ...). The default is one node: a free port on
+# loopback, so that two runs never meet and the host's name need not resolve. slurm.sbatch sets it for several nodes.
+if [ -z "${TORCHRUN_ARGS-}" ]; then
+  export TORCHRUN_ARGS="--standalone --local-addr localhost"
+  # gloo binds to the address of the host's name, which a laptop or a VPN often gets wrong.
+  export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME-lo}"
+fi
+# Ranks on each node.
+export NPROC="${NPROC-2}"
+
+# The interpreter: an active environment wins, then the .venv that install.sh made.
+_venv="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin"
+if [ -z "${VIRTUAL_ENV-}${CONDA_PREFIX-}" ] && [ -x "$_venv/python" ]; then
+  export PATH="$_venv:$PATH"
+fi

@@ -1,0 +1,5 @@
+"""Files shipped with the code. `TINY` is the embedded policy: a 0.34 M parameter checkpoint in Hugging Face layout, made by `tiny_sft.py`."""
+
+from pathlib import Path
+
+TINY = Path(__file__).parent / "tiny"
