@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from miles_core.tasks.rewards import RewardPool
 
 from miles_core import guard, numerics, tasks
 from miles_core.advantage import ADVANTAGES
@@ -28,7 +29,6 @@ from miles_core.model import hf
 from miles_core.model.transformer import ModelConfig, Transformer
 from miles_core.ring import Claim, Ring
 from miles_core.schema import VERDICTS, Prompt
-from miles_core.tasks.rewards import RewardPool
 from miles_core.topology import Topology, layout_from_env
 from miles_core.weights import Receiver
 
@@ -49,11 +49,11 @@ class Group:
 class Rollout:
     """One rollout rank. `tick()` does a little of everything and never waits, so that a colocated rank can alternate it with training."""
 
-    def __init__(self, config: Config, inputs: Inputs, ring: Ring, weights: Receiver, index: int):
+    def __init__(self, config: Config, inputs: Inputs, model: Transformer, ring: Ring, weights: Receiver, index: int):
         self.config, self.inputs, self.ring, self.weights, self.index = config, inputs, ring, weights, index
         # A fair share of the slots: the first rank to look must not admit every group of a step while the others idle.
         self.max_open = math.ceil(ring.num_slots / ring.num_rollout_ranks)
-        self.engine = make_engine(config, inputs, hf.build(inputs.model_config, torch.device("cpu")), self.max_open)
+        self.engine = make_engine(config, inputs, model, self.max_open)
         self.rewards = make_rewards(config)
         self.open: dict[int, Group] = {}
 
@@ -85,7 +85,7 @@ class Rollout:
         """Claim group numbers while pacing and this rank's share allow it, and queue their samples."""
         admitted = False
         while len(self.open) < self.max_open and (claim := self.ring.claim(self.index)) is not None:
-            prompt = tasks.make_prompt(self.inputs.task, self.inputs.tokenizer, claim.group, "train")
+            prompt = make_prompt(self.config, self.inputs, claim.group, "train")
             self.open[claim.group] = Group(claim, prompt)
             for sample in range(self.config.samples_per_prompt):
                 self.engine.add(Request(claim.group, sample, prompt.tokens, sampling_params(self.config, self.inputs)))
@@ -100,6 +100,9 @@ class Rollout:
         for trajectory, advantage in zip(trajectories, ADVANTAGES[self.config.advantage](rewards, ok), strict=True):
             trajectory.advantage = float(advantage)
         self.ring.put(group.claim, trajectories)
+
+    def evaluate(self, shard: int, num_shards: int) -> dict[str, Metric]:
+        return evaluate(self.config, self.inputs, self.engine, self.rewards, shard, num_shards)
 
     def run(self) -> None:
         """The life of a dedicated rollout rank: until the trainer says stop."""
@@ -133,9 +136,24 @@ def load_inputs(config: Config) -> Inputs:
     hf.check_weights(model_dir, model_config)
     max_context = min(config.max_context, model_config.max_position)
     if config.max_new_tokens >= max_context:
-        raise ValueError(f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the {max_context} tokens of {config.model}")
-    task = tasks.load(config.task, config.seed, config.data or None, config.eval_data or None)
-    return Inputs(model_dir, model_config, hf.load_tokenizer(model_dir), hf.load_stop_ids(model_dir), task, max_context)
+        raise ValueError(
+            f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt: --model {config.model} takes {max_context}"
+        )
+    task = tasks.load(config.task, config.seed, config.data, config.eval_data)
+    tokenizer = hf.load_tokenizer(model_dir)
+    return Inputs(model_dir, model_config, tokenizer, hf.load_stop_ids(model_dir, tokenizer), task, max_context)
+
+
+def make_prompt(config: Config, inputs: Inputs, group: int, split: str) -> Prompt:
+    """Prompt number `group` of a split; a ValueError when it leaves no room for an answer."""
+    prompt = tasks.make_prompt(inputs.task, inputs.tokenizer, group, split)
+    room = inputs.max_context - config.max_new_tokens
+    if len(prompt.tokens) > room:
+        raise ValueError(
+            f"--task {config.task}: {split} prompt {group} has {len(prompt.tokens)} tokens, but --max-context {inputs.max_context} less "
+            f"--max-new-tokens {config.max_new_tokens} leaves {room}"
+        )
+    return prompt
 
 
 def sampling_params(config: Config, inputs: Inputs) -> SamplingParams:
@@ -148,7 +166,7 @@ def make_engine(config: Config, inputs: Inputs, model: Transformer, num_groups: 
     kv_tokens = config.kv_tokens or min(65536, num_sequences * inputs.max_context)
     return Engine(
         model, inputs.tokenizer, seed=numerics.derive_seed(config.seed, "sampling"), num_pages=max(1, kv_tokens // 64),
-        max_batch_tokens=config.prefill_tokens, max_sequences=num_sequences, max_context=inputs.max_context,
+        max_batch_tokens=config.prefill_tokens, max_sequences=num_sequences,
     )  # fmt: skip
 
 
@@ -164,7 +182,7 @@ def evaluate(config: Config, inputs: Inputs, engine: Engine, rewards: RewardPool
     """
     params = sampling_params(config, inputs)
     numbers = range(shard, min(config.eval_prompts, inputs.task.num_eval), num_shards)
-    prompts = [tasks.make_prompt(inputs.task, inputs.tokenizer, number, "eval") for number in numbers]
+    prompts = [make_prompt(config, inputs, number, "eval") for number in numbers]
     samples = range(config.eval_samples)
     completions = engine.generate([Request(EVAL_GROUP + p.group, sample, p.tokens, params) for p in prompts for sample in samples])
     for index, completion in enumerate(completions):

@@ -20,9 +20,8 @@ from pathlib import Path
 
 import torch
 
-from miles_core import guard, loss, numerics, pacing, pack, report, rundir, weights
+from miles_core import guard, loss, numerics, pack, report, ring, rundir
 from miles_core.advantage import WHITENED, whiten, whitening_sums
-from miles_core.checkpoint import Checkpointer
 from miles_core.config import Config, parse_args
 from miles_core.metrics import Logger, Max, Mean, Metric, Sum, merge, reduce
 from miles_core.model import hf, parallel
@@ -31,8 +30,10 @@ from miles_core.model.transformer import Transformer
 from miles_core.optim import Optimizer
 from miles_core.ring import Ref, Ring
 from miles_core.schema import Batch, Trajectory, trajectory_nbytes
+from miles_core.shm import Segment
 from miles_core.topology import Layout, Topology, layout_from_env
-from rollout import Inputs, Rollout, evaluate, load_inputs
+from miles_core.weights import Plan, Publisher, Receiver
+from rollout import Inputs, Rollout, load_inputs
 
 
 def train(run: Trainer, rollout: Rollout | None) -> None:
@@ -89,61 +90,56 @@ def score(model: Transformer, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]
 # ---- the machinery behind the page above -----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What follows from the config and the world before anything is allocated."""
-
-    groups_per_node: int  # P of one node's ring
-    num_slots: int  # B
-    window: int  # W
-    slot_bytes: int
-
-    def describe(self, config: Config, layout: Layout, max_context: int) -> str:
-        bound = pacing.bound(self.num_slots, self.window, self.groups_per_node)
-        return (
-            f"{layout.describe()}\n"
-            f"step: {config.prompts_per_step} prompts x {config.samples_per_prompt} samples, at most {max_context} tokens each\n"
-            f"ring: {self.num_slots} slots of {self.slot_bytes / 2**20:.2f} MiB a node, window {self.window}: "
-            f"no sample is older than (B + W - 2) // P = {bound} version{'s' * (bound != 1)} when it is trained on"
-        )
-
-
 def resolve(config: Config, layout: Layout) -> Config:
     """Fill in what -1 stands for, and refuse what does not fit this world."""
     if config.prompts_per_step % layout.num_nodes:
-        raise ValueError(f"--prompts-per-step {config.prompts_per_step} is not divisible by the {layout.num_nodes} nodes: each brings an equal share")
-    if layout.colocated and config.weight_transport != "shm":
+        raise ValueError(f"--prompts-per-step {config.prompts_per_step} is not divisible by the {layout.num_nodes} nodes")
+    if layout.colocated and config.weight_transport == "broadcast":
         raise ValueError("--weight-transport broadcast needs ranks that only roll out: use shm, or --rollout-ranks-per-node 1 or more")
     max_staleness = (0 if layout.colocated else 1) if config.max_staleness == -1 else config.max_staleness
     return dataclasses.replace(config, rollout_ranks_per_node=layout.rollout_ranks_per_node, max_staleness=max_staleness)
 
 
-def make_plan(config: Config, layout: Layout, max_context: int) -> Plan:
-    groups_per_node = config.prompts_per_step // layout.num_nodes
-    num_slots, window = pacing.derive(groups_per_node, config.max_staleness)
+def ring_shape(config: Config, layout: Layout, max_context: int) -> dict[str, int]:
+    """Arguments of Ring.create that follow from the config: one node's share."""
+    groups_per_step = config.prompts_per_step // layout.num_nodes
+    num_slots, window = ring.derive(groups_per_step, config.max_staleness)
     # Versions only grow while a sample is made, and it spans at most max_staleness + 1 of them.
-    slot_bytes = 8 + config.samples_per_prompt * trajectory_nbytes(max_context, config.max_staleness + 2, 2)
-    return Plan(groups_per_node, num_slots, window, slot_bytes)
+    slot_bytes = 8 + config.samples_per_prompt * trajectory_nbytes(max_context, config.max_staleness + 2, num_turns=2)
+    return {"num_slots": num_slots, "slot_bytes": slot_bytes, "window": window, "num_groups": groups_per_step * config.steps}
+
+
+def describe(config: Config, layout: Layout, max_context: int) -> str:
+    """Who does what, and the staleness that follows: printed at start-up and by --dry-run."""
+    shape = ring_shape(config, layout, max_context)
+    bound = ring.staleness_bound(shape["num_slots"], shape["window"], config.prompts_per_step // layout.num_nodes)
+    return (
+        f"{layout.describe()}\n"
+        f"step: {config.prompts_per_step} prompts x {config.samples_per_prompt} samples of at most {max_context} tokens\n"
+        f"ring: B = {shape['num_slots']} slots of {shape['slot_bytes'] / 2**20:.2f} MiB a node, window W = {shape['window']}\n"
+        f"staleness: no sample is more than (B + W - 2) // P = {bound} version{'s' * (bound != 1)} old when it is trained on"
+    )
 
 
 class Trainer:
     """State and machinery of one training rank: model, optimizer, ring, weights, checkpoints and logs."""
 
-    def __init__(self, config: Config, inputs: Inputs, topo: Topology, run_dir: Path, ring: Ring, publisher: weights.Publisher):
-        self.config, self.inputs, self.topo, self.run_dir, self.ring, self.publisher = config, inputs, topo, run_dir, ring, publisher
-        self.model = self._load(inputs.model_dir)
+    def __init__(
+        self, config: Config, inputs: Inputs, topo: Topology, run_dir: Path, node_ring: Ring, publisher: Publisher, resume: Path | None
+    ):  # fmt: skip
+        self.config, self.inputs, self.topo, self.run_dir, self.ring, self.publisher = config, inputs, topo, run_dir, node_ring, publisher
+        self.model = self._load(resume or inputs.model_dir)
         self.model.activation_checkpointing = config.activation_checkpointing
         self.reference = self._load(inputs.model_dir).requires_grad_(False) if config.kl_coef else None
         self.optimizer = Optimizer(
-            self.model, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm,
-            schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.steps,
+            self.model, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.steps,
         )  # fmt: skip
         names = [f.name for f in dataclasses.fields(loss.LossParams)]
         self.loss_params = loss.LossParams(**{name: getattr(config, name) for name in names})
-        self.version = 0
-        self.logger: Logger | None = None
-        self.started = time.perf_counter()
-        self.blocked_s = 0.0
+        self.version = self.first_version = 0
+        self.logger = Logger(run_dir, self.version) if topo.is_logger else None
+        self.started, self.blocked_s = time.perf_counter(), 0.0
 
     def _load(self, model_dir: Path) -> Transformer:
         model = hf.load(model_dir)
@@ -153,19 +149,20 @@ class Trainer:
     def take(self, rollout: Rollout | None) -> list[Ref]:
         """P references, the same on every training rank of the node. A colocated rank rolls out until P groups are ready."""
         count = self.config.prompts_per_step // self.topo.layout.num_nodes
-        while rollout is not None and not self.ring.ready(count):
-            if not rollout.tick():
-                time.sleep(0.0005)
         if rollout is not None:
-            self.topo.node_broadcast(None)  # a slow rank must see the groups ready before the leader takes them
-        refs = self.ring.take(count, self.config.timeout) if self.topo.is_node_leader else None
-        return self.topo.node_broadcast(refs)
+            while not self.ring.ready(count):
+                if not rollout.tick():
+                    time.sleep(0.0005)
+            self.topo.node_broadcast(None)  # every rank has seen the groups ready before the leader takes them away
+        return self.topo.node_broadcast(self.ring.take(count, self.config.timeout) if self.topo.is_node_leader else None)
 
     def assert_fresh(self, groups: Sequence[Sequence[Trajectory]]) -> None:
         """The staleness that the user asked for holds for every trajectory (DESIGN 4.2)."""
         for t in (t for group in groups for t in group):
             stale = self.version - t.oldest_version
-            assert 0 <= stale <= self.config.max_staleness, f"group {t.group} sample {t.sample}: {stale} versions old at step {self.version}"
+            assert 0 <= stale <= self.config.max_staleness, (
+                f"group {t.group} sample {t.sample}: {stale} versions old at step {self.version}"
+            )
 
     def with_reference(self, batch: Batch) -> Batch:
         """The batch with the frozen reference's log-probs, if the loss has a KL term."""
@@ -179,7 +176,7 @@ class Trainer:
         self.publisher.publish(self.version, parallel.full_tensors(self.model))
 
     def release(self, refs: list[Ref]) -> None:
-        """Free the slots once this version is live. Every training rank of the node has copied out of them by now: `publish` was collective."""
+        """Free the slots once this version is live. `publish` was collective, so every training rank has read them by now."""
         if self.topo.is_node_leader:
             self.ring.release(refs, self.version)
 
@@ -187,23 +184,25 @@ class Trainer:
         """Reduce and write the metrics of a step, and print its line."""
         metrics = merge(parts)
         if self.topo.is_node_leader:
+            sampled = sum(int(t.loss_mask.sum()) for group in groups for t in group)
             metrics |= report.rollout_metrics(groups) | self.ring_metrics(clock.total)
-        sampled = sum(int(t.loss_mask.sum()) for group in groups for t in group)
+            metrics["perf/gen_tokens_per_s"] = Sum(sampled / clock.total)
         metrics |= {
             "perf/step_time": Max(clock.total),
-            "perf/gen_tokens_per_s": Sum(sampled / clock.total if self.topo.is_node_leader else 0.0),
             "perf/train_tokens_per_s": Max(counts.tokens / clock.laps["train"]),
             "perf/weight_sync_s": Max(clock.laps["sync"]),
             "perf/trainer_wait_frac": Mean(clock.laps["wait"], clock.total),
         }
         values = reduce(metrics, self.topo.control_group)
-        values |= {"train/grad_norm": grad_norm, "train/lr": self.optimizer.learning_rate(self.version - 1), "train/tokens": counts.loss_tokens}
+        values["train/lr"] = self.optimizer.learning_rate(self.version - 1)
+        values |= {"train/grad_norm": grad_norm, "train/tokens": counts.loss_tokens}
         if self.logger is not None:
             self.logger.log(self.version, values)
-            print(report.step_line(self.version, self.config.steps, values), flush=True)
+            mean_step_s = (time.perf_counter() - self.started) / (self.version - self.first_version)
+            print(report.step_line(self.version, self.config.steps, values, mean_step_s), flush=True)
 
     def ring_metrics(self, step_s: float) -> dict[str, Metric]:
-        """`ring/*` and the share of the step that this node's rollout ranks had no free slot."""
+        """`ring/*`, and the share of the step in which this node's rollout ranks had no free slot."""
         status = self.ring.status()
         blocked, self.blocked_s = status.blocked_s - self.blocked_s, status.blocked_s
         return {
@@ -213,7 +212,22 @@ class Trainer:
 
     def save(self) -> None:
         """Checkpoint in the background: training goes on after the copy."""
-        self.checkpoints.save(self.version, ...)
+
+    def close(self, before: dict[str, Metric], after: dict[str, Metric]) -> None:
+        """Print the summary."""
+        if self.logger is None:
+            return
+        before, after = ({name: m.value() for name, m in metrics.items()} for metrics in (before, after))
+        self.logger.log(self.version, after)
+        wait, blocked = (report.mean(self.logger.history(f"perf/{name}_frac")) for name in ("trainer_wait", "producer_blocked"))
+        print(
+            report.summary(
+                self.logger.history("rollout/reward_mean"), before, after, report.verdict(wait, blocked, self.topo.layout.colocated),
+                time.perf_counter() - self.started, self.version - self.first_version, str(self.run_dir),
+            ),
+            flush=True,
+        )  # fmt: skip
+        self.logger.close()
 
 
 def main() -> None:
@@ -222,12 +236,57 @@ def main() -> None:
     layout = layout_from_env(config.rollout_ranks_per_node)
     config = resolve(config, layout)
     inputs = load_inputs(config)
-    plan = make_plan(config, layout, inputs.max_context)
     if config.dry_run:
-        print(plan.describe(config, layout, inputs.max_context))
-        return
+        return print(describe(config, layout, inputs.max_context))
     topo = Topology(layout, torch.device("cpu"), config.timeout)
-    ...
+    run_dir = next(d for d in topo.gather(rundir.choose(config.run_dir) if topo.is_logger else None) if d is not None)
+    if topo.is_logger:
+        rundir.open_run(run_dir, config.to_json())
+        print(describe(config, layout, inputs.max_context), flush=True)
+        print(f"run directory: {run_dir}", flush=True)
+
+    # The node leader owns the node's shared memory; the others attach to it.
+    plan = Plan.of(dict(hf.build(inputs.model_config, "meta").named_parameters()), len(layout.ranks(train=False, node=topo.node)))
+    owned = None
+    if topo.is_node_leader:
+        shape = ring_shape(config, layout, inputs.max_context)
+        node_ring = Ring.create(**shape, num_rollout_ranks=plan.num_receivers, stride=layout.num_nodes, offset=topo.node)
+        segment = plan.create_segment(config.weight_transport)
+        owned = (node_ring.segment.path, segment.path)
+    ring_path, weights_path = topo.gather(owned)[topo.node_leader]
+    if owned is None:
+        node_ring, segment = Ring.attach(ring_path), Segment.attach(weights_path)
+
+    trainer, rollout = None, None
+    group = topo.weights_group if config.weight_transport == "broadcast" else None
+    if topo.trains:
+        publisher = Publisher(plan, segment if topo.is_node_leader else None, config.timeout, group, source=topo.is_logger)
+        trainer = Trainer(config, inputs, topo, run_dir, node_ring, publisher, None)
+        trainer.publish()  # before the first rollout, so that a broken path fails in the first minute
+    if topo.rolls_out:
+        model = hf.build(inputs.model_config)
+        receiver = Receiver(plan, segment, dict(model.named_parameters()), topo.rollout_index, config.timeout, group, topo.first_trainer)
+        rollout = Rollout(config, inputs, model, node_ring, receiver, topo.rollout_index)
+        rollout.refresh(min_version=0)
+    before = evaluate_everywhere(topo, rollout)
+    if trainer is None:
+        rollout.run()
+    else:
+        train(trainer, rollout)
+        node_ring.stop()
+    if rollout is not None:
+        rollout.refresh(min_version=config.steps)
+    after = evaluate_everywhere(topo, rollout)
+    if trainer is not None:
+        trainer.close(before, after)
+    topo.close()
+
+
+def evaluate_everywhere(topo: Topology, rollout: Rollout | None) -> dict[str, Metric]:
+    """Held-out metrics, the prompts shared among all rollout ranks of the world (collective over the world)."""
+    rollout_ranks = topo.layout.ranks(train=False)
+    mine = rollout.evaluate(rollout_ranks.index(topo.rank), len(rollout_ranks)) if rollout is not None else {}
+    return merge(topo.gather(mine))
 
 
 if __name__ == "__main__":

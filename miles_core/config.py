@@ -36,11 +36,18 @@ class Config:
     eval_samples: int = _flag(1, "run", "samples per held-out prompt, at the training temperature")
     dry_run: bool = _flag(False, "run", "print who would do what and the derived sizes, then exit")
     # topology and pacing
-    rollout_ranks_per_node: int = _flag(-1, "topology", "ranks of each node that generate; 0 = every rank does both in turn; -1 = half of them")
-    max_staleness: int = _flag(-1, "topology", "oldest weights a sample may come from, in optimizer steps; 0 = synchronous; -1 = 0 when colocated, else 1")
+    rollout_ranks_per_node: int = _flag(
+        -1, "topology", "ranks of each node that generate; 0 = every rank does both in turn; -1 = half of them"
+    )
+    max_staleness: int = _flag(
+        -1, "topology", "oldest weights a sample may come from, in optimizer steps; 0 = synchronous; -1 = 0 when colocated, else 1"
+    )
     weight_transport: str = _flag("shm", "topology", "how new weights reach rollout ranks", choices=("shm", "broadcast"))
     on_update: str = _flag(
-        "recompute", "topology", "sequences in flight when weights change: re-prefill them, or keep their KV cache", choices=("recompute", "keep")
+        "recompute",
+        "topology",
+        "sequences in flight when weights change: re-prefill them, or keep their KV cache",
+        choices=("recompute", "keep"),
     )
     timeout: float = _flag(300.0, "topology", "seconds that any rank waits for another before the job stops and says for whom")
     # rollout
@@ -60,7 +67,9 @@ class Config:
     advantage: str = _flag("grpo", "loss", "rewards of a group -> advantages", choices=("grpo", "grpo_no_std", "rloo", "reinforce_pp"))
     loss: str = _flag("ppo_clip", "loss", "policy loss", choices=("ppo_clip", "gspo", "cispo"))
     anchor: str = _flag(
-        "sampler", "loss", "old policy of the ratio: the sampler's log-probs, or the trainer's at step start with an importance weight",
+        "sampler",
+        "loss",
+        "old policy of the ratio: the sampler's log-probs, or the trainer's at step start with an importance weight",
         choices=("sampler", "decoupled"),
     )
     aggregation: str = _flag("token_mean", "loss", "how token losses are averaged", choices=("token_mean", "sequence_mean", "fixed_length"))
@@ -104,9 +113,13 @@ class Config:
         self._require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]")
         self._require(self.beta1 < 1 and self.beta2 < 1, "beta2", "(and --beta1) must be < 1")
         self._require(self.dual_clip == 0 or self.dual_clip > 1, "dual_clip", "must be > 1, or 0 for off")
-        self._require(self.max_new_tokens < self.max_context, "max_new_tokens", f"must leave room for a prompt in --max-context {self.max_context}")
         self._require(
-            self.advantage == "reinforce_pp" or self.samples_per_prompt > 1, "samples_per_prompt", f"must be > 1 for --advantage {self.advantage}, which compares samples"
+            self.max_new_tokens < self.max_context, "max_new_tokens", f"must leave room for a prompt in --max-context {self.max_context}"
+        )
+        self._require(
+            self.advantage == "reinforce_pp" or self.samples_per_prompt > 1,
+            "samples_per_prompt",
+            f"must be > 1 for --advantage {self.advantage}, which compares samples",
         )
         self._require(self.temperature > 0 or self.eval, "temperature", "must be > 0: greedy samples carry no learning signal")
         self._require(not (self.icepop_high and self.icepop_low >= self.icepop_high), "icepop_low", "must be below --icepop-high")
@@ -138,20 +151,31 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_args(argv: list[str], program: str, description: str) -> Config:
     """Command line -> Config. Raises ValueError (one sentence, naming the flag) for anything wrong with it."""
-    parser = _Parser(prog=program, usage="%(prog)s [--flag value ...]", description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(
+        prog=program,
+        usage="%(prog)s [--flag value ...]",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     groups: dict[str, Any] = {}
     for f in dataclasses.fields(Config):
         if f.metadata["only"] not in (None, program):
             continue
-        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]) if f.metadata["group"] not in groups else None)
+        group = groups.setdefault(
+            f.metadata["group"], parser.add_argument_group(f.metadata["group"]) if f.metadata["group"] not in groups else None
+        )
         flag, shown = f"--{f.name.replace('_', '-')}", f.default if f.default != "" else "none"
         text = f.metadata["help"].replace("%", "%%")
         if isinstance(f.default, bool):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=text)
         else:
             group.add_argument(
-                flag, type=type(f.default), default=f.default, choices=f.metadata["choices"], metavar=type(f.default).__name__.upper() if not f.metadata["choices"] else None,
+                flag,
+                type=type(f.default),
+                default=f.default,
+                choices=f.metadata["choices"],
+                metavar=type(f.default).__name__.upper() if not f.metadata["choices"] else None,
                 help=f"{text} (default: {shown})",
             )
     return Config(**vars(parser.parse(argv)))
-

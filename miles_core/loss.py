@@ -83,8 +83,7 @@ def cispo(logp_train_M: torch.Tensor, batch: Batch, params: LossParams) -> Terms
     """
     ratio_M = _log_ratio(logp_train_M, batch, params).exp().detach()
     weight_M = ratio_M.clamp(1 - params.clip_low, 1 + params.clip_high)
-    logp_M = torch.where(batch.keep_M > 0, logp_train_M, 0.0)
-    return Terms(-weight_M * batch.advantage_M * logp_M, ratio_M, weight_M != ratio_M)
+    return Terms(-weight_M * batch.advantage_M * logp_train_M, ratio_M, weight_M != ratio_M)
 
 
 LOSSES: dict[str, Callable[[torch.Tensor, Batch, LossParams], Terms]] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo}

@@ -93,7 +93,13 @@ def mean(values: Sequence[float]) -> float:
 
 
 def summary(
-    rewards: Sequence[float], eval_before: Mapping[str, float], eval_after: Mapping[str, float], bottleneck: str, seconds: float, steps: int, run_dir: str
+    rewards: Sequence[float],
+    eval_before: Mapping[str, float],
+    eval_after: Mapping[str, float],
+    bottleneck: str,
+    seconds: float,
+    steps: int,
+    run_dir: str,
 ) -> str:
     """The last thing a run prints. `rewards` are the mean rewards of every step of the run, `seconds` and `steps` those of this process."""
     window = min(10, len(rewards))

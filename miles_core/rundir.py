@@ -1,10 +1,10 @@
 """The run directory: what was run, with which code, before the first step.
 
-    runs/<date-time>/
-      config.json       the resolved config
-      code/             train.py, rollout.py, git.txt (revision and uncommitted changes)
-      metrics.jsonl     one line a step          tensorboard/
-      checkpoints/      step_000100/ ... latest -> step_000100
+runs/<date-time>/
+  config.json       the resolved config
+  code/             train.py, rollout.py, git.txt (revision and uncommitted changes)
+  metrics.jsonl     one line a step          tensorboard/
+  checkpoints/      step_000100/ ... latest -> step_000100
 """
 
 from __future__ import annotations

@@ -35,14 +35,12 @@ class Layout:
     def __post_init__(self) -> None:
         num_local, num_rollout = self.local_world_size, self.rollout_ranks_per_node
         if self.world_size % num_local:
-            raise ValueError(f"--nproc-per-node {num_local} does not divide the world of {self.world_size} ranks: use the same number on every node")
-        if not 0 <= num_rollout < num_local:
             raise ValueError(
-                f"--rollout-ranks-per-node {num_rollout} leaves no training rank among the {num_local} of a node: "
-                f"use 1 to {num_local - 1}, or 0 to let every rank do both"
-                if num_local > 1
-                else f"--rollout-ranks-per-node {num_rollout} needs more ranks than the one of --nproc-per-node 1: use 0, or start more ranks"
+                f"--nproc-per-node {num_local} does not divide the world of {self.world_size} ranks: use the same number on every node"
             )
+        if not 0 <= num_rollout < num_local:
+            fix = f"use 1 to {num_local - 1}, or 0 to let every rank do both" if num_local > 1 else "use 0, or start more ranks"
+            raise ValueError(f"--rollout-ranks-per-node {num_rollout} leaves no training rank among the {num_local} of a node: {fix}")
 
     @property
     def num_nodes(self) -> int:
@@ -68,11 +66,12 @@ class Layout:
 
     def describe(self) -> str:
         """One line a rank: who does what."""
+        leaders = {self.ranks(train=True, node=n)[0] for n in range(self.num_nodes)}
         lines = []
         for rank in range(self.world_size):
             role = "rollout + train" if self.colocated else "train" if self.trains(rank) else "rollout"
-            leader = rank in {self.ranks(train=True, node=n)[0] for n in range(self.num_nodes)}
-            lines.append(f"rank {rank:3d}  node {self.node(rank)}  local {rank % self.local_world_size}  {role}{'  (node leader)' if leader else ''}")
+            note = "  (node leader)" if rank in leaders else ""
+            lines.append(f"rank {rank:3d}  node {self.node(rank)}  local {rank % self.local_world_size}  {role}{note}")
         return "\n".join(lines)
 
 
@@ -116,7 +115,12 @@ class Topology:
     @property
     def weights_ranks(self) -> list[int]:
         """The first training rank (source of a broadcast) and every rollout rank."""
-        return sorted({self.layout.ranks(train=True)[0], *self.layout.ranks(train=False)})
+        return sorted({self.first_trainer, *self.layout.ranks(train=False)})
+
+    @property
+    def first_trainer(self) -> int:
+        """Global rank that prints, logs, writes checkpoints and is the source of a broadcast."""
+        return self.layout.ranks(train=True)[0]
 
     @cached_property
     def node_leader(self) -> int:
@@ -129,8 +133,8 @@ class Topology:
 
     @property
     def is_logger(self) -> bool:
-        """True on the one rank that prints, logs and writes checkpoints: the first training rank of all."""
-        return self.rank == self.layout.ranks(train=True)[0]
+        """True on the first training rank of all."""
+        return self.rank == self.first_trainer
 
     @property
     def rollout_index(self) -> int:

@@ -34,9 +34,7 @@ def allocate_cache(num_layers: int, num_pages: int, num_kv_heads: int, head_dim:
     return KVCache(torch.zeros(*shape, head_dim, PAGE, device=device), torch.zeros(*shape, PAGE, head_dim, device=device))
 
 
-def write_kv(
-    k_TKH: torch.Tensor, v_TKH: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor, slots_T: torch.Tensor
-) -> None:
+def write_kv(k_TKH: torch.Tensor, v_TKH: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor, slots_T: torch.Tensor) -> None:
     """Store T keys and values in one layer's pages (cache_k [pages, K, H, PAGE]) at `slots_T` int64 = page * PAGE + offset. No autograd."""
     lib = load()
     if lib is None:

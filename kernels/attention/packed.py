@@ -1,7 +1,8 @@
 """Attention of the training forward: whole sequences packed one after another, differentiable.
 
-The forward copies keys and values into temporary pages and runs the paged routine. The backward recomputes the probabilities from the
-saved log-sum-exp (FlashAttention-2, Dao, arXiv 2307.08691, algorithm 2) in plain torch, one sequence and a bounded number of queries at a time.
+The forward copies keys and values into temporary pages and runs the paged routine. The backward recomputes the probabilities from
+the saved log-sum-exp (FlashAttention-2, Dao, arXiv 2307.08691, algorithm 2) in plain torch, for one sequence and a bounded number of
+queries at a time.
 
 Legend: T packed tokens, S sequences, N query heads, K key/value heads, G = N / K, H head dim, Q queries of a chunk, J keys.
 """

@@ -13,9 +13,7 @@ PAGE = 64  # keys of one page and of one softmax block
 QUERIES = 16  # queries of one matrix product; fewer are padded, so that its shape is always the same
 
 
-def write_kv(
-    k_TKH: torch.Tensor, v_TKH: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor, slots_T: torch.Tensor
-) -> None:
+def write_kv(k_TKH: torch.Tensor, v_TKH: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor, slots_T: torch.Tensor) -> None:
     """Copy keys and values of T tokens to slots page * PAGE + offset of cache_k [pages, K, H, P] and cache_v [pages, K, P, H]."""
     page_T, offset_T = slots_T // PAGE, slots_T % PAGE
     cache_k[page_T, :, :, offset_T] = k_TKH

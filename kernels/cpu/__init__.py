@@ -1,6 +1,16 @@
-"""The CPU implementation of every op: one C++ library built at first use (`loader.py`), and the test that a machine's results are invariant."""
+"""The CPU implementation of every op: one C++ library, built at first use (`loader.py`), and a test of its invariance (`invariance.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 
 from kernels.cpu.loader import implementation, load, select
-from kernels.cpu.self_test import self_test
 
 __all__ = ["implementation", "load", "select", "self_test"]
+
+
+def self_test(linear_shapes: Iterable[tuple[int, int]], head_dim: int, num_heads: int, num_kv_heads: int, vocab: int) -> None:
+    """Check on the model's own shapes that results do not depend on the batch; ValueError if they do. See `invariance.check`."""
+    from kernels.cpu.invariance import check  # the ops import this package, and the check imports the ops
+
+    check(linear_shapes, head_dim, num_heads, num_kv_heads, vocab)

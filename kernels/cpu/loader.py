@@ -26,7 +26,7 @@ from pathlib import Path
 from threading import Lock
 
 SOURCES = tuple(Path(__file__).parent / name for name in ("ops.cpp", "linear.h", "attention.h", "tokens.h", "simd.h"))
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-fopenmp", "-fvisibility=hidden", "-fPIC", "-shared")
+FLAGS = "-O3 -march=native -ffp-contract=off -fno-math-errno -std=c++17 -fopenmp -fvisibility=hidden -fPIC -shared".split()
 DEADLINE_S = 180.0  # for the compiler, and for a rank that waits for another's compiler
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -55,7 +55,7 @@ def load() -> ctypes.CDLL | None:
         return _library
     if implementation() == "torch":
         assert _torch_open, (
-            "the torch path of the CPU kernels has not been checked on this machine: call kernels.cpu.self_test with the model's shapes first"
+            "the torch path of the CPU kernels is unchecked on this machine: first call kernels.cpu.self_test with the model's shapes"
         )
     return _library
 
@@ -97,7 +97,7 @@ def _decide() -> None:
         raise ValueError(f"MILES_CPU_KERNELS={wanted}: must be cpp, torch or auto")
     obstacle = _obstacle() if wanted != "torch" else None
     if obstacle and wanted == "cpp":
-        raise ValueError(f"MILES_CPU_KERNELS=cpp, but {obstacle}; install g++ (Debian: apt install g++) or set MILES_CPU_KERNELS=torch (slower)")
+        raise ValueError(f"MILES_CPU_KERNELS=cpp, but {obstacle}; install g++, or set MILES_CPU_KERNELS=torch (slower)")
     if obstacle:
         print(f"kernels: {obstacle}: using the torch path, several times slower", file=sys.stderr, flush=True)
     if wanted == "torch" or obstacle:
@@ -132,7 +132,9 @@ def _open_library() -> ctypes.CDLL:
         directory.mkdir(parents=True, exist_ok=True)
         lock = open(directory / f"kernels-{key}.lock", "w")
     except OSError as error:
-        raise ValueError(f"cannot write {directory} ({error.strerror}); set XDG_CACHE_HOME to a directory that can hold the compiled kernels") from error
+        raise ValueError(
+            f"cannot write {directory} ({error.strerror}); set XDG_CACHE_HOME to a directory for the compiled kernels"
+        ) from error
     path = directory / f"kernels-{key}.so"
     with lock:
         _wait_for(lock)
@@ -173,9 +175,8 @@ def _build(path: Path) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
         if done.returncode != 0:
-            raise ValueError(
-                f"g++ could not build the CPU kernels; fix the compiler or set MILES_CPU_KERNELS=torch (slower)\n{' '.join(command)}\n{done.stderr[-4000:]}"
-            )
+            advice = "g++ could not build the CPU kernels; fix the compiler, or set MILES_CPU_KERNELS=torch (slower)"
+            raise ValueError(f"{advice}\n{' '.join(command)}\n{done.stderr[-4000:]}")
         path.with_suffix(".sha256").write_text(hashlib.sha256(temporary.read_bytes()).hexdigest())
         os.replace(temporary, path)
     finally:

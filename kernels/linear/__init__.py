@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu import huge_pages
 from kernels.cpu.loader import load
 from kernels.linear import ref
 
@@ -27,21 +26,26 @@ class PackedWeight:
     """
 
     panels: torch.Tensor | None
+    pointer: int | None
     weight: torch.Tensor
     version: int
 
+    def check(self, weight_NK: torch.Tensor) -> None:
+        """Assert that this is the pack of `weight_NK` as it is now."""
+        assert self.weight is weight_NK and self.version == weight_NK._version, "the weight changed after pack(): pack it again"
+
 
 def pack(weight_NK: torch.Tensor, into: PackedWeight | None = None) -> PackedWeight:
-    """Pack a float32 [N, K] weight once for many calls, in the memory of `into` (a pack of the same shape that is no longer used) if given."""
+    """Pack a float32 [N, K] weight once for many calls; in the memory of `into`, an outdated pack of the same shape, if given."""
     lib, panels = load(), None
     if lib is not None:
         weight = _checked(weight_NK.detach())
         num_out, num_in = weight.shape
         shape = (-(-num_out // PANEL), num_in, PANEL)
-        panels = into.panels if into is not None else huge_pages.allocate(shape)
+        panels = into.panels if into is not None else torch.empty(shape)
         assert panels.shape == shape, (panels.shape, shape)
         lib.pack(weight.data_ptr(), num_out, num_in, panels.data_ptr(), torch.get_num_threads())
-    return PackedWeight(panels, weight_NK, weight_NK._version)
+    return PackedWeight(panels, panels.data_ptr() if panels is not None else None, weight_NK, weight_NK._version)
 
 
 def linear(
@@ -49,28 +53,30 @@ def linear(
 ) -> torch.Tensor:
     """float32 [..., K], [N, K], [N] -> [..., N]. Without `packed` the weight is packed on the way, block by block."""
     if packed is not None:
-        assert packed.weight is weight_NK and packed.version == weight_NK._version, "the weight changed after pack(): pack it again"
+        packed.check(weight_NK)
     if torch.is_grad_enabled() and (x_MK.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)):
         return _Linear.apply(x_MK, weight_NK, bias_N, packed)
     return forward(x_MK, weight_NK, bias_N, packed)
 
 
-def forward(
-    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, packed: PackedWeight | None
-) -> torch.Tensor:
+def forward(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, packed: PackedWeight | None) -> torch.Tensor:
     """`linear` without autograd."""
     num_out, num_in = weight_NK.shape
-    assert x.shape[-1] == num_in, (x.shape, weight_NK.shape)
+    *leading, width = x.shape
+    assert width == num_in, (x.shape, weight_NK.shape)
     lib = load()
     if lib is None:
-        return ref.linear(x.reshape(-1, num_in), weight_NK, bias_N).view(*x.shape[:-1], num_out)
+        return ref.linear(x.reshape(-1, num_in), weight_NK, bias_N).view(*leading, num_out)
     x = _checked(x)
-    y = x.new_empty(*x.shape[:-1], num_out)
+    weight = _checked(weight_NK) if packed is None else weight_NK  # a name for each, so that none is freed before the call
+    bias = None if bias_N is None else _checked(bias_N)
+    assert bias is None or len(bias) == num_out, (bias.shape, weight_NK.shape)
+    y = x.new_empty((*leading, num_out))
     lib.linear(
         x.data_ptr(),
-        _checked(weight_NK).data_ptr(),
-        packed.panels.data_ptr() if packed is not None else None,
-        _checked(bias_N).data_ptr() if bias_N is not None else None,
+        weight.data_ptr(),
+        None if packed is None else packed.pointer,
+        None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         x.numel() // num_in,
         num_out,
@@ -81,7 +87,7 @@ def forward(
 
 
 def _checked(x: torch.Tensor) -> torch.Tensor:
-    assert x.dtype is torch.float32 and x.device.type == "cpu", (x.dtype, x.device)
+    assert x.dtype is torch.float32 and x.is_cpu, (x.dtype, x.device)
     return x.contiguous()
 
 

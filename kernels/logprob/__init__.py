@@ -33,7 +33,7 @@ def logprob(
     temperature 1 without truncation. The target always belongs to the kept set. Differentiable in hidden and weight; entropy is not.
     """
     if packed is not None:
-        assert packed.weight is weight_VD and packed.version == weight_VD._version, "the weight changed after pack(): pack it again"
+        packed.check(weight_VD)
     sampling = (temperature_M, top_p_M, top_k_M)
     if torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad):
         return _LogProb.apply(hidden_MD, weight_VD, targets_M, *sampling, packed)
@@ -82,12 +82,11 @@ def rows(
 
 
 def _rows_torch(logits_MV, temperature_M, top_p_M, top_k_M, targets_M, uniform_M, z_MV):
-    from kernels.sample import ref as sample_ref
-
+    assert not logits_MV.isnan().any() and not logits_MV.isposinf().any(), "logits that are not finite"
     z = ref.truncate(logits_MV, temperature_M, top_p_M, top_k_M, targets_M)
     token_M = targets_M
     if targets_M is None:
-        token_M = torch.where(temperature_M == 0, z.argmax(1), sample_ref.draw(z, uniform_M))
+        token_M = torch.where(temperature_M == 0, z.argmax(1), ref.draw(z, uniform_M))
     if z_MV is not None:
         z_MV.copy_(z)
     return token_M, *ref.log_prob(z, token_M)

@@ -45,3 +45,13 @@ def log_prob(z_MV: torch.Tensor, targets_M: torch.Tensor) -> tuple[torch.Tensor,
     weighted_M = (e_MV * torch.where(e_MV > 0, shifted_MV, 0.0)).sum(1)
     logp_M = shifted_MV.gather(1, targets_M[:, None]).squeeze(1) - torch.log(total_M)
     return logp_M.float(), (torch.log(total_M) - weighted_M / total_M).float()
+
+
+def draw(z_MV: torch.Tensor, uniform_M: torch.Tensor) -> torch.Tensor:
+    """int64 [M]: the first token, in vocabulary order, whose float64 cumulative weight exceeds uniform x total."""
+    e_MV = torch.exp(z_MV - z_MV.amax(1, keepdim=True)).double()
+    cumulative_MV = e_MV.cumsum(1)
+    token_M = torch.searchsorted(cumulative_MV, (uniform_M * cumulative_MV[:, -1])[:, None], right=True).squeeze(1)
+    # uniform x total can round up to the total: then the last kept token
+    last_M = z_MV.shape[1] - 1 - (e_MV > 0).to(torch.int8).flip(1).argmax(1)
+    return torch.minimum(token_M, last_M)

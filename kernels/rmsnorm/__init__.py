@@ -21,9 +21,9 @@ def _forward(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tenso
     lib = load()
     if lib is None:
         return ref.rmsnorm(x.reshape(-1, dim), weight_D, eps).view(x.shape)
-    x = x.contiguous()
+    x, weight_D = x.contiguous(), weight_D.contiguous()
     y = torch.empty_like(x)
-    lib.rmsnorm(x.data_ptr(), weight_D.contiguous().data_ptr(), eps, y.data_ptr(), x.numel() // dim, dim)
+    lib.rmsnorm(x.data_ptr(), weight_D.data_ptr(), eps, y.data_ptr(), x.numel() // dim, dim)
     return y
 
 

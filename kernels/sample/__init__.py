@@ -1,4 +1,4 @@
-"""Sampling that does not depend on the batch: noise is a function of (seed, group, sample, position) alone, log-probs are the trainer's bits.
+"""Sampling that does not depend on the batch: noise is a function of (seed, group, sample, position), log-probs are the trainer's bits.
 
 Legend: M rows, V vocabulary.
 """
@@ -37,8 +37,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(token int64 [M], its log-prob float32 [M]) by inverse CDF over the kept set in vocabulary order.
 
-    logits, temperature and top_p float32, top_k int64, uniform float64 in [0, 1). Temperature 0 takes the largest logit, the lowest id among
-    equals. The log-prob is bit for bit that of `kernels.logprob`. No autograd.
+    logits, temperature and top_p float32, top_k int64, uniform float64 in [0, 1). Temperature 0 takes the largest logit, the lowest id
+    among equals. The log-prob is bit for bit that of `kernels.logprob`. No autograd.
     """
     token_M, logp_M, _ = rows(logits_MV, temperature_M, top_p_M, top_k_M, uniform_M=uniform_M)
     return token_M, logp_M

@@ -1,6 +1,6 @@
-"""Counter-based noise and inverse-CDF sampling: the definition in torch and numpy.
+"""Counter-based noise: the definition in numpy. Drawing a token with it is part of the row routine, `kernels/logprob/ref.py`.
 
-Legend: M rows, V vocabulary.
+Legend: M rows.
 """
 
 import numpy as np
@@ -31,13 +31,3 @@ def uniform(seed: int, group_M: torch.Tensor, sample_M: torch.Tensor, position_M
     words = philox(np.stack([group & _MASK, group >> _SHIFT, sample & _MASK, position & _MASK], axis=1), (seed & 0xFFFFFFFF, seed >> 32))
     bits = (words[:, 0] >> np.uint64(5) << np.uint64(26)) | (words[:, 1] >> np.uint64(6))
     return torch.from_numpy(bits.astype(np.float64) * 2.0**-53)
-
-
-def draw(z_MV: torch.Tensor, uniform_M: torch.Tensor) -> torch.Tensor:
-    """int64 [M]: the first token, in vocabulary order, whose float64 cumulative weight exceeds uniform x total."""
-    e_MV = torch.exp(z_MV - z_MV.amax(1, keepdim=True)).double()
-    cumulative_MV = e_MV.cumsum(1)
-    token_M = torch.searchsorted(cumulative_MV, (uniform_M * cumulative_MV[:, -1])[:, None], right=True).squeeze(1)
-    # uniform x total can round up to the total: then the last kept token
-    last_M = z_MV.shape[1] - 1 - (e_MV > 0).to(torch.int8).flip(1).argmax(1)
-    return torch.minimum(token_M, last_M)

@@ -170,7 +170,7 @@ class Scheduler:
             pool.release(pages)
             return None
         if count and spare == 0 and pool.refs[source] == 0:
-            pass  # the page to copy from is the very space that is needed
+            count = 0  # the page to copy from is the very space that is needed
         if count:
             pool.share([source])  # until the copy is made
         fresh = self._allocate(new)

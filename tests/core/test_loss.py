@@ -88,6 +88,25 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages(ratio: float, advantag
     assert term_and_gradient("ppo_clip", [0.2 * ratio], make_batch([0.2], [advantage]), params) == (near([term]), near([gradient]))
 
 
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
+def test_clipped_means_the_gradient_is_cut_off(loss: str) -> None:
+    """The flag behind `train/clip_frac` agrees with the gradient, for three different bounds and both signs."""
+    params = replace(PARAMS, clip_low=0.1, clip_high=0.3, dual_clip=2.0)
+    ratios = [0.5, 0.85, 0.95, 1.0, 1.15, 1.35, 1.9, 2.5]
+    for advantage in (1.0, -1.0):
+        batch, logp_train_M = make_batch([0.1] * 8, [advantage] * 8), logs(*(0.1 * r for r in ratios)).requires_grad_()
+        terms = LOSSES[loss](logp_train_M, batch, params)
+        terms.term_M.sum().backward()
+        assert torch.equal(terms.clipped_M, logp_train_M.grad == 0)
+        assert 0 < terms.clipped_M.sum() < 8
+
+
+def test_cispo_flags_the_weights_it_clipped() -> None:
+    params = replace(PARAMS, clip_low=0.1, clip_high=0.3)
+    terms = LOSSES["cispo"](logs(0.05, 0.095, 0.125, 0.2), make_batch([0.1] * 4, [1.0] * 4), params)
+    assert terms.clipped_M.tolist() == [True, False, False, True]
+
+
 def test_gspo_by_hand() -> None:
     """Token ratios 1.5 and 0.96: sequence ratio sqrt(1.44) = 1.2. A second sequence of one token has ratio 0.8."""
     params = replace(PARAMS, clip_low=0.1, clip_high=0.1)

@@ -16,7 +16,7 @@ from samples import step_of, trajectory
 from test_loss import PARAMS
 
 from miles_core import pack
-from miles_core.loss import LOSSES, LossParams, denominator, parity_diff, policy_loss, staleness
+from miles_core.loss import LOSSES, LossParams, denominator, importance_weight, parity_diff, policy_loss, staleness
 from miles_core.metrics import merge
 from miles_core.schema import Batch, Trajectory
 
@@ -115,7 +115,9 @@ def test_masked_samples_have_exactly_zero_gradient_whatever_they_hold(loss: str,
             logp_roll_M=torch.where(masked_M, -123.0, clean.logp_roll_M),
             logp_ref_M=torch.where(masked_M, math.nan, clean.logp_ref_M),
         )
-        value, gradient = run(poisoned, torch.where(masked_M, poison, clean.logp_roll_M + drift_M))
+        logp_M = torch.where(masked_M, poison, clean.logp_roll_M + drift_M)
+        value, gradient = run(poisoned, logp_M)
+        assert importance_weight(logp_M, poisoned, params).isfinite().all()
         assert torch.equal(value, loss_value)
         assert torch.equal(gradient, gradient_M)
 

@@ -9,7 +9,11 @@ from miles_core.metrics import Logger, Max, Mean, Sum, merge
 
 
 def test_merge_adds_totals_before_it_divides():
-    parts = [{"a": Mean(1.0, 1), "b": Max(3.0), "c": Sum(torch.tensor(2.0))}, {"a": Mean(0.0, 3), "b": Max(-1.0), "c": Sum(5.0)}, {"b": Max(7)}]
+    parts = [
+        {"a": Mean(1.0, 1), "b": Max(3.0), "c": Sum(torch.tensor(2.0))},
+        {"a": Mean(0.0, 3), "b": Max(-1.0), "c": Sum(5.0)},
+        {"b": Max(7)},
+    ]
     values = {name: metric.value() for name, metric in merge(parts).items()}
     assert values == {"a": 0.25, "b": 7.0, "c": 7.0}
 

@@ -11,10 +11,21 @@ def random_trajectory(rng: np.random.Generator, group: int, sample: int, num_pro
     runs = [(3, first), (4, num_answer - first)] if 0 < first < num_answer else [(3, num_answer)]
     mask = np.r_[np.zeros(num_prompt), np.ones(num_answer)].astype(np.uint8)
     return Trajectory(
-        group=group, sample=sample, tokens=rng.integers(0, 50000, num_prompt + num_answer).astype(np.int32), loss_mask=mask,
-        logp_roll=(rng.normal(size=len(mask)) * mask).astype(np.float32), version=np.array(runs, np.int32),
-        turns=np.array([num_prompt, num_answer], np.int32), finish=1, cached=num_prompt // 2, temperature=0.7, top_p=0.9, top_k=5,
-        reward=float(np.float32(rng.normal())), verdict=2, advantage=float(np.float32(rng.normal())),
+        group=group,
+        sample=sample,
+        tokens=rng.integers(0, 50000, num_prompt + num_answer).astype(np.int32),
+        loss_mask=mask,
+        logp_roll=(rng.normal(size=len(mask)) * mask).astype(np.float32),
+        version=np.array(runs, np.int32),
+        turns=np.array([num_prompt, num_answer], np.int32),
+        finish=1,
+        cached=num_prompt // 2,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        reward=float(np.float32(rng.normal())),
+        verdict=2,
+        advantage=float(np.float32(rng.normal())),
     )
 
 

@@ -31,7 +31,7 @@ def test_roles_cover_every_rank(world, local, num_rollout):
         (6, 4, 1, "--nproc-per-node 4 does not divide the world of 6"),
         (4, 4, 4, "--rollout-ranks-per-node 4 leaves no training rank among the 4"),
         (4, 4, -2, "--rollout-ranks-per-node -2"),
-        (1, 1, 1, "--rollout-ranks-per-node 1 needs more ranks"),
+        (1, 1, 1, "--rollout-ranks-per-node 1 leaves no training rank"),
     ],
 )
 def test_sizes_that_do_not_divide_name_the_flag(world, local, num_rollout, message):

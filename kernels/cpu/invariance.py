@@ -1,0 +1,115 @@
+"""The start-up test of batch invariance, on the model's own shapes: the same rows alone, together and in chunks must give the same bits.
+
+For the C++ library this holds by construction and the test takes a moment. The torch path rests on how this machine's torch adds, so it
+stays closed until the test has passed in this process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+
+from kernels.attention import PAGE, allocate_cache, packed_attention, paged_attention, write_kv
+from kernels.cpu.loader import implementation, torch_on_trial
+from kernels.linear import linear, pack
+from kernels.logprob import logprob
+from kernels.rmsnorm import rmsnorm
+from kernels.rope import rope
+from kernels.sample import sample
+from kernels.swiglu import swiglu
+
+ROWS = 37  # no multiple of any chunk below
+CHUNKS = (1, 3, 7, 16, 20)
+
+_passed: set[tuple] = set()
+
+
+def check(linear_shapes: Iterable[tuple[int, int]], head_dim: int, num_heads: int, num_kv_heads: int, vocab: int) -> None:
+    """Check the implementation in use; `linear_shapes` are the (outputs, inputs) of the model's weights.
+
+    Raises ValueError if a result depends on the batch. Passing opens the torch path for this process.
+    """
+    shapes = sorted(set(linear_shapes))
+    key = (implementation(), tuple(shapes), head_dim, num_heads, num_kv_heads, vocab)
+    if key in _passed:
+        return
+    with torch_on_trial(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for outputs, inputs in shapes:
+            _check_linear(outputs, inputs)
+        for width in sorted({width for shape in shapes for width in shape}):
+            _check_rowwise(width, head_dim)
+        _check_attention(num_heads, num_kv_heads, head_dim)
+        _check_tokens(vocab, min(inputs for _, inputs in shapes))
+    if implementation() == "torch" and not _passed:
+        print("kernels: the torch path passed its self-test: results do not depend on the batch", file=sys.stderr, flush=True)
+    _passed.add(key)
+
+
+def _compare(what: str, op: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
+    """op(all rows) must equal op(chunks of rows), put together again."""
+    together = op(*inputs)
+    for size in CHUNKS:
+        apart = torch.cat([op(*rows) for rows in zip(*(x.split(size) for x in inputs), strict=True)])
+        _equal(together, apart, f"{what}: {len(together)} rows together and {size} at a time")
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
+    if not torch.equal(a, b):
+        raise ValueError(
+            f"the CPU kernels ({implementation()}) are not batch-invariant on this machine: {what} differ by {(a - b).abs().max():.3g}; "
+            "install g++ and set MILES_CPU_KERNELS=cpp"
+        )
+
+
+def _check_linear(outputs: int, inputs: int) -> None:
+    weight, x = torch.randn(outputs, inputs), torch.randn(ROWS, inputs)
+    packed = pack(weight)
+    _compare(f"linear {outputs} x {inputs}", lambda rows: linear(rows, weight, None, packed), x)
+    _equal(linear(x, weight), linear(x, weight, None, packed), f"linear {outputs} x {inputs}: weight packed and not")
+
+
+def _check_rowwise(width: int, head_dim: int) -> None:
+    x, y = torch.randn(ROWS, width), torch.randn(ROWS, width)
+    _compare(f"rmsnorm {width}", lambda rows: rmsnorm(rows, y[0], 1e-6), x)
+    _compare(f"swiglu {width}", swiglu, x, y)
+    angle = torch.randn(ROWS, head_dim // 2)
+    _compare(f"rope {head_dim}", rope, torch.randn(ROWS, 3, head_dim), angle.cos(), angle.sin())
+
+
+def _check_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """The packed forward of training, prefill in chunks and decode: the same bits for every query."""
+    length = PAGE + ROWS
+    q, k, v = (torch.randn(length, heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads))
+    scale = head_dim**-0.5
+    packed = packed_attention(q, k, v, torch.tensor([0, length], dtype=torch.int32), scale)
+    doubled = packed_attention(*(torch.cat([x[:5], x]) for x in (q, k, v)), torch.tensor([0, 5, 5 + length], dtype=torch.int32), scale)
+    _equal(packed, doubled[5:], "attention of one sequence alone and packed after another")
+    cache = allocate_cache(1, 3, num_kv_heads, head_dim)
+    pages = torch.tensor([[2, 0]], dtype=torch.int32)
+    position = torch.arange(length)
+    write_kv(k, v, cache.k[0], cache.v[0], pages[0].long()[position // PAGE] * PAGE + position % PAGE)
+    for size in CHUNKS:
+        out = []
+        for start in range(0, length, size):
+            stop = min(start + size, length)
+            lengths = (torch.tensor([0, stop - start], dtype=torch.int32), torch.tensor([stop], dtype=torch.int32))
+            out.append(paged_attention(q[start:stop], cache.k[0], cache.v[0], pages, *lengths, scale))
+        _equal(packed, torch.cat(out), f"attention packed and in chunks of {size}")
+
+
+def _check_tokens(vocab: int, width: int) -> None:
+    """Log-probs do not depend on the chunk, and are those of the sampler."""
+    rows = ROWS // 3  # a vocabulary is wide
+    hidden, weight = torch.randn(rows, width), torch.randn(vocab, width) * width**-0.5
+    settings = (torch.full((rows,), 0.7), torch.full((rows,), 0.9), torch.full((rows,), min(50, vocab)))
+    packed = pack(weight)
+    token, logp = sample(linear(hidden, weight, None, packed), *settings, torch.rand(rows, dtype=torch.float64))
+
+    def score(chunk, *inputs):
+        return logprob(chunk, weight, *inputs, packed=packed)[0]
+
+    _compare(f"log-probs over {vocab}", score, hidden, token, *settings)
+    _equal(logp, score(hidden, token, *settings), "the log-probs of sampler and trainer")

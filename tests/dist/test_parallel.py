@@ -1,0 +1,115 @@
+"""Sharding changes nothing: gradients are the sum over ranks, to the bit; full tensors are what went in, on every rank, at any time.
+
+    python -m pytest tests/dist/test_parallel.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from miles_core.model.parallel import full_tensors, shard
+
+WIDTH = 7  # divides by no number of ranks used here: shards are uneven, and with 3 values one is empty on 4 ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(3))
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return x_TD + torch.tanh(self.linear(x_TD)) * self.gain.mean()
+
+
+class Model(nn.Module):
+    """Tied like the real ones: the embedding is the head too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens, self.layers = nn.Embedding(11, WIDTH), nn.ModuleList([Block(), Block()])
+
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        x_TD = self.embed_tokens(ids_T)
+        for layer in self.layers:
+            x_TD = layer(x_TD)
+        return (x_TD @ self.embed_tokens.weight.T).log_softmax(-1)[:, 0].sum()
+
+
+def ids(rank: int) -> torch.Tensor:
+    return torch.randint(11, (5,), generator=torch.Generator().manual_seed(rank))
+
+
+def sharded() -> Model:
+    model = Model()
+    shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def gradients() -> tuple[dict, list[str]]:
+    dist.init_process_group("gloo")
+    model = sharded()
+    for micro_batch in range(2):
+        model(ids(dist.get_rank() + 4 * micro_batch)).backward()
+    plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}, plain
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_gradients_are_the_sum_over_ranks_and_micro_batches(num_ranks: int) -> None:
+    parts = []
+    for micro_batch in range(2):
+        for rank in range(num_ranks):
+            model = Model()
+            model(ids(rank + 4 * micro_batch)).backward()
+            parts.append({name: p.grad.double() for name, p in model.named_parameters()})
+    for found, plain in run_ranks(num_ranks, gradients):
+        assert not plain, "every parameter is sharded, on one rank too"
+        assert list(found) == list(parts[0])
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient.double(), sum(part[name] for part in parts), rtol=1e-5, atol=1e-6)
+
+
+def whole() -> bool:
+    """Full tensors before anything, after a forward alone (the root keeps gathered copies then), and after a step that followed it."""
+    dist.init_process_group("gloo")
+    model, want = sharded(), dict(Model().named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    equal = []
+
+    def compare() -> None:
+        found = dict(full_tensors(model))
+        equal.extend([list(found) == list(want)] + [torch.equal(found[name], want[name]) for name in want])
+        equal.extend(not t.requires_grad and t.dtype == torch.float32 for t in found.values())
+
+    compare()
+    with torch.no_grad():
+        model(ids(0))
+    compare()
+    with torch.no_grad():
+        model(ids(0))
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    want = {name: p.detach() - 1.0 for name, p in want.items()}
+    compare()
+    return all(equal)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_full_tensors_are_the_weights_at_any_time(num_ranks: int) -> None:
+    assert run_ranks(num_ranks, whole) == [True] * num_ranks
+
+
+def test_one_rank_computes_the_same_bits_as_no_sharding() -> None:
+    model = Model()
+    for micro_batch in range(2):
+        model(ids(4 * micro_batch)).backward()
+    ((found, _),) = run_ranks(1, gradients)
+    assert all(torch.equal(found[name], p.grad) for name, p in model.named_parameters())
