@@ -17,23 +17,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from miles_core.tasks.rewards import RewardPool
 
 from miles_core import guard, numerics, tasks
 from miles_core.advantage import ADVANTAGES
 from miles_core.assets import TINY
 from miles_core.config import Config, parse_args
-from miles_core.engine import Completion, Engine, Request, SamplingParams
+from miles_core.engine.engine import Completion, Engine, Request, SamplingParams
 from miles_core.metrics import Mean, Metric, merge
 from miles_core.model import hf
 from miles_core.model.transformer import ModelConfig, Transformer
 from miles_core.ring import Claim, Ring
 from miles_core.schema import VERDICTS, Prompt
+from miles_core.tasks.rewards import RewardPool
 from miles_core.topology import Topology, layout_from_env
 from miles_core.weights import Receiver
 
 EVAL_GROUP = 1 << 62  # group numbers of evaluation start here, so that its sampling noise is nobody else's
 OK = VERDICTS.index("ok")
+IDLE_S = 0.0005
 
 
 @dataclass
@@ -76,7 +77,7 @@ class Rollout:
 
     def refresh(self, min_version: int | None = None) -> None:
         """Load the newest published weights if they are new; with `min_version`, wait until at least that version is there."""
-        version = self.weights.receive(min_version)
+        version = self.weights.receive(self.engine.model.named_parameters(), min_version)
         if version is not None:
             self.engine.set_version(version, self.config.on_update)
             self.ring.set_live(self.index, version)
@@ -108,14 +109,14 @@ class Rollout:
         """The life of a dedicated rollout rank: until the trainer says stop."""
         blocked_since = None
         while not self.ring.stopped:
-            if self.tick() or self.open:
+            if self.tick():
                 blocked_since = None
                 continue
             now = time.monotonic()
             if blocked_since is not None:
-                self.ring.add_blocked(self.index, now - blocked_since)  # no free slot: the trainer is the bottleneck
-            blocked_since = now
-            time.sleep(0.0005)
+                self.ring.add_blocked(self.index, now - blocked_since)
+            blocked_since = None if self.open else now  # nothing in flight and no free slot: the trainer is the bottleneck
+            time.sleep(IDLE_S)
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ def load_inputs(config: Config) -> Inputs:
             f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt: --model {config.model} takes {max_context}"
         )
     task = tasks.load(config.task, config.seed, config.data, config.eval_data)
+    if config.micro_batch_tokens < max_context:
+        raise ValueError(f"--micro-batch-tokens {config.micro_batch_tokens} cannot hold one sample of --max-context {max_context}")
     tokenizer = hf.load_tokenizer(model_dir)
     return Inputs(model_dir, model_config, tokenizer, hf.load_stop_ids(model_dir, tokenizer), task, max_context)
 
@@ -171,7 +174,7 @@ def make_engine(config: Config, inputs: Inputs, model: Transformer, num_groups: 
 
 
 def make_rewards(config: Config) -> RewardPool:
-    return RewardPool(config.task, config.seed, config.data, config.reward_workers, config.reward_timeout)
+    return RewardPool(config.task, config.seed, config.data, config.eval_data, config.reward_workers, config.reward_timeout)
 
 
 def evaluate(config: Config, inputs: Inputs, engine: Engine, rewards: RewardPool, shard: int, num_shards: int) -> dict[str, Metric]:
@@ -188,9 +191,11 @@ def evaluate(config: Config, inputs: Inputs, engine: Engine, rewards: RewardPool
     for index, completion in enumerate(completions):
         rewards.submit(index, prompts[index // config.eval_samples].answer, completion.text)
     scores: list[list[float]] = [[] for _ in prompts]
-    for index, reward, verdict, _ in rewards.wait(len(completions)):
-        if verdict == "ok":
-            scores[index // config.eval_samples].append(reward)
+    while rewards.num_pending:  # ends: every sample has a deadline
+        for index, reward, verdict, _ in rewards.poll():
+            if verdict == "ok":
+                scores[index // config.eval_samples].append(reward)
+        time.sleep(IDLE_S)
     num_ok, passed = sum(map(len, scores)), [[r >= 1 for r in rs] for rs in scores if rs]
     name = f"eval/{inputs.task.name}"
     metrics: dict[str, Metric] = {

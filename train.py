@@ -13,6 +13,7 @@ for being stale; one optimizer step per batch, so the proximal policy of the dec
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from miles_core import guard, loss, numerics, pack, report, ring, rundir
+from miles_core import checkpoint, guard, loss, numerics, pack, report, ring, rundir
 from miles_core.advantage import WHITENED, whiten, whitening_sums
 from miles_core.config import Config, parse_args
 from miles_core.metrics import Logger, Max, Mean, Metric, Sum, merge, reduce
@@ -30,9 +31,8 @@ from miles_core.model.transformer import Transformer
 from miles_core.optim import Optimizer
 from miles_core.ring import Ref, Ring
 from miles_core.schema import Batch, Trajectory, trajectory_nbytes
-from miles_core.shm import Segment
 from miles_core.topology import Layout, Topology, layout_from_env
-from miles_core.weights import Plan, Publisher, Receiver
+from miles_core.weights import Board, Plan, Publisher, Receiver
 from rollout import Inputs, Rollout, load_inputs
 
 
@@ -75,6 +75,7 @@ def train(run: Trainer, rollout: Rollout | None) -> None:
         run.release(refs)
         clock.lap("sync")
 
+        run.checkpoints.check()
         run.log(groups, parts, counts, grad_norm, clock)
         if run.version == config.steps or (config.save_every and run.version % config.save_every == 0):
             run.save()
@@ -121,14 +122,45 @@ def describe(config: Config, layout: Layout, max_context: int) -> str:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a run begins: its directory, and the checkpoint that it goes on from, if it has one."""
+
+    run_dir: Path
+    checkpoint: Path | None = None
+    version: int = 0
+    consumed: tuple[int, ...] = ()  # group numbers that the weights have been trained on
+
+    def __str__(self) -> str:
+        return f"run directory: {self.run_dir}" + (f", resumed at step {self.version}" if self.checkpoint else "")
+
+
+def open_run(config: Config) -> Start:
+    """Create the run directory, or find the newest checkpoint in one that exists (one rank)."""
+    run_dir = rundir.choose(config.run_dir)
+    rundir.open_run(run_dir, config.to_json())
+    path = checkpoint.latest(run_dir / "checkpoints")
+    if path is None:
+        return Start(run_dir)
+    meta = checkpoint.read_meta(path)
+    if meta["version"] >= config.steps:
+        raise ValueError(f"--run-dir {run_dir} has done its {meta['version']} steps: raise --steps above that, or give another directory")
+    if meta["prompts_per_step"] != config.prompts_per_step:
+        raise ValueError(
+            f"--prompts-per-step {config.prompts_per_step} cannot resume a run of {meta['prompts_per_step']}: a step is another one then"
+        )
+    return Start(run_dir, path, meta["version"], (*range(meta["base"]), *meta["beyond"]))
+
+
 class Trainer:
     """State and machinery of one training rank: model, optimizer, ring, weights, checkpoints and logs."""
 
     def __init__(
-        self, config: Config, inputs: Inputs, topo: Topology, run_dir: Path, node_ring: Ring, publisher: Publisher, resume: Path | None
+        self, config: Config, inputs: Inputs, topo: Topology, start: Start, node_ring: Ring, publisher: Publisher
     ):  # fmt: skip
-        self.config, self.inputs, self.topo, self.run_dir, self.ring, self.publisher = config, inputs, topo, run_dir, node_ring, publisher
-        self.model = self._load(resume or inputs.model_dir)
+        self.config, self.inputs, self.topo, self.start, self.ring, self.publisher = config, inputs, topo, start, node_ring, publisher
+        self.version = start.version
+        self.model = self._load(start.checkpoint or inputs.model_dir)
         self.model.activation_checkpointing = config.activation_checkpointing
         self.reference = self._load(inputs.model_dir).requires_grad_(False) if config.kl_coef else None
         self.optimizer = Optimizer(
@@ -137,8 +169,10 @@ class Trainer:
         )  # fmt: skip
         names = [f.name for f in dataclasses.fields(loss.LossParams)]
         self.loss_params = loss.LossParams(**{name: getattr(config, name) for name in names})
-        self.version = self.first_version = 0
-        self.logger = Logger(run_dir, self.version) if topo.is_logger else None
+        self.checkpoints = checkpoint.Checkpointer(start.run_dir / "checkpoints", config.keep_checkpoints, topo.checkpoint_group)
+        if start.checkpoint:
+            checkpoint.load_optimizer(start.checkpoint, self.model, self.optimizer.adamw, topo.control_group)
+        self.logger = Logger(start.run_dir, start.version) if topo.is_logger else None
         self.started, self.blocked_s = time.perf_counter(), 0.0
 
     def _load(self, model_dir: Path) -> Transformer:
@@ -198,7 +232,7 @@ class Trainer:
         values |= {"train/grad_norm": grad_norm, "train/tokens": counts.loss_tokens}
         if self.logger is not None:
             self.logger.log(self.version, values)
-            mean_step_s = (time.perf_counter() - self.started) / (self.version - self.first_version)
+            mean_step_s = (time.perf_counter() - self.started) / (self.version - self.start.version)
             print(report.step_line(self.version, self.config.steps, values, mean_step_s), flush=True)
 
     def ring_metrics(self, step_s: float) -> dict[str, Metric]:
@@ -211,10 +245,22 @@ class Trainer:
         }  # fmt: skip
 
     def save(self) -> None:
-        """Checkpoint in the background: training goes on after the copy."""
+        """Checkpoint in the background (collective over the training ranks): training goes on after the copy."""
+        mine = [self.ring.number(index) for index in self.ring.consumed()] if self.topo.is_node_leader else []
+        consumed = {number for numbers in self.topo.train_gather(mine) for number in numbers}
+        base = next(number for number in itertools.count() if number not in consumed)
+        beyond = sorted(number for number in consumed if number > base)
+        meta = {"version": self.version, "base": base, "beyond": beyond, "prompts_per_step": self.config.prompts_per_step}
+
+        def write_model(path: Path, tensors: checkpoint.Tensors) -> None:
+            hf.save(path, self.inputs.model_config, tensors, self.inputs.model_dir)
+
+        tensors = parallel.full_tensors(self.model)
+        self.checkpoints.save(self.version, self.model, self.optimizer.adamw, tensors, meta, write_model)
 
     def close(self, before: dict[str, Metric], after: dict[str, Metric]) -> None:
-        """Print the summary."""
+        """Wait for the last checkpoint and print the summary."""
+        self.checkpoints.finish()
         if self.logger is None:
             return
         before, after = ({name: m.value() for name, m in metrics.items()} for metrics in (before, after))
@@ -223,7 +269,7 @@ class Trainer:
         print(
             report.summary(
                 self.logger.history("rollout/reward_mean"), before, after, report.verdict(wait, blocked, self.topo.layout.colocated),
-                time.perf_counter() - self.started, self.version - self.first_version, str(self.run_dir),
+                time.perf_counter() - self.started, self.version - self.start.version, str(self.start.run_dir),
             ),
             flush=True,
         )  # fmt: skip
@@ -239,35 +285,38 @@ def main() -> None:
     if config.dry_run:
         return print(describe(config, layout, inputs.max_context))
     topo = Topology(layout, torch.device("cpu"), config.timeout)
-    run_dir = next(d for d in topo.gather(rundir.choose(config.run_dir) if topo.is_logger else None) if d is not None)
+    start = next(s for s in topo.gather(open_run(config) if topo.is_logger else None) if s is not None)
     if topo.is_logger:
-        rundir.open_run(run_dir, config.to_json())
         print(describe(config, layout, inputs.max_context), flush=True)
-        print(f"run directory: {run_dir}", flush=True)
+        print(start, flush=True)
 
     # The node leader owns the node's shared memory; the others attach to it.
-    plan = Plan.of(dict(hf.build(inputs.model_config, "meta").named_parameters()), len(layout.ranks(train=False, node=topo.node)))
-    owned = None
     if topo.is_node_leader:
         shape = ring_shape(config, layout, inputs.max_context)
-        node_ring = Ring.create(**shape, num_rollout_ranks=plan.num_receivers, stride=layout.num_nodes, offset=topo.node)
-        segment = plan.create_segment(config.weight_transport)
-        owned = (node_ring.segment.path, segment.path)
-    ring_path, weights_path = topo.gather(owned)[topo.node_leader]
-    if owned is None:
-        node_ring, segment = Ring.attach(ring_path), Segment.attach(weights_path)
+        node_rollout_ranks = layout.ranks(train=False, node=topo.node)
+        node_ring = Ring.create(
+            **shape,
+            num_rollout_ranks=len(node_rollout_ranks),
+            done=[number // layout.num_nodes for number in start.consumed if number % layout.num_nodes == topo.node],
+            stride=layout.num_nodes,
+            offset=topo.node,
+        )
+        board = Board.create(Plan.of(hf.build(inputs.model_config, "meta")), node_rollout_ranks, config.weight_transport)
+    paths = topo.gather((node_ring.segment.path, board.segment.path) if topo.is_node_leader else None)[topo.node_leader]
+    if not topo.is_node_leader:
+        node_ring, board = Ring.attach(paths[0]), Board.attach(paths[1])
 
     trainer, rollout = None, None
     group = topo.weights_group if config.weight_transport == "broadcast" else None
     if topo.trains:
-        publisher = Publisher(plan, segment if topo.is_node_leader else None, config.timeout, group, source=topo.is_logger)
-        trainer = Trainer(config, inputs, topo, run_dir, node_ring, publisher, None)
+        publisher = Publisher(board if topo.is_node_leader else None, config.timeout, group if topo.is_logger else None)
+        trainer = Trainer(config, inputs, topo, start, node_ring, publisher)
         trainer.publish()  # before the first rollout, so that a broken path fails in the first minute
     if topo.rolls_out:
-        model = hf.build(inputs.model_config)
-        receiver = Receiver(plan, segment, dict(model.named_parameters()), topo.rollout_index, config.timeout, group, topo.first_trainer)
-        rollout = Rollout(config, inputs, model, node_ring, receiver, topo.rollout_index)
-        rollout.refresh(min_version=0)
+        receiver = Receiver(board, topo.rank, config.timeout, group, topo.first_trainer)
+        rollout = Rollout(config, inputs, hf.build(inputs.model_config), node_ring, receiver, topo.rollout_index)
+        rollout.refresh(min_version=start.version)
+    topo.gather(None)  # every rank has attached, and has loaded the first weights
     before = evaluate_everywhere(topo, rollout)
     if trainer is None:
         rollout.run()
@@ -279,6 +328,7 @@ def main() -> None:
     after = evaluate_everywhere(topo, rollout)
     if trainer is not None:
         trainer.close(before, after)
+    topo.gather(None)  # the leader's shared memory outlives every use of it
     topo.close()
 
 

@@ -8,26 +8,24 @@ export OMP_WAIT_POLICY="${OMP_WAIT_POLICY-PASSIVE}"
 # The tokenizer's own thread pool is no use on short prompts, and warns when a reward process is forked after it.
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM-false}"
 
-# Imports. `kernels` is also the name of a Hugging Face package: keep transformers from looking for it and finding our folder.
+# Imports. `kernels` is also the name of a Hugging Face package that transformers would use, finding our folder in its place.
 export USE_HUB_KERNELS="${USE_HUB_KERNELS-0}"
 
 # Output. Lines appear when they are printed, also through a pipe or in a SLURM log.
 export PYTHONUNBUFFERED="${PYTHONUNBUFFERED-1}"
 
+# Ranks on each node.
+NPROC="${NPROC-2}"
 # How the ranks find each other, and anything else for torchrun (--max-restarts 3, ...). The default is one node: a free port on
 # loopback, so that two runs never meet and the host's name need not resolve. slurm.sbatch sets it for several nodes.
 if [ -z "${TORCHRUN_ARGS-}" ]; then
-  export TORCHRUN_ARGS="--standalone --local-addr localhost"
+  TORCHRUN_ARGS="--standalone --local-addr localhost"
   # gloo binds to the address of the host's name, which a laptop or a VPN often gets wrong.
   export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME-lo}"
 fi
 # A restart (--max-restarts) gets a new store: in a shared one the ranks find the addresses of the dead ones, and hang.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE-1}"
-# Ranks on each node.
-export NPROC="${NPROC-2}"
 
-# The interpreter: an active environment wins, then the .venv that install.sh made.
-_venv="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin"
-if [ -z "${VIRTUAL_ENV-}${CONDA_PREFIX-}" ] && [ -x "$_venv/python" ]; then
-  export PATH="$_venv:$PATH"
-fi
+# The interpreter of the active environment, or of the .venv that install.sh made.
+_bin="${VIRTUAL_ENV:-${CONDA_PREFIX:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv}}/bin"
+if [ -x "$_bin/python" ]; then export PATH="$_bin:$PATH"; fi

@@ -17,17 +17,17 @@ wanted=$(cat "$here"/install.sh "$here"/*.txt | sha256sum)
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 
 # The environment.
-if [ "$prefix" = "$own" ] && ! supported "$python"; then
+if [ "$prefix" = "$own" ] && [ ! -x "$python" ]; then
   for base in python3 python3.14 python3.13 python3.12 python3.11 none; do
     if supported $base; then break; fi
   done
   [ $base != none ] || fail "found no Python 3.11 to 3.14; install one, or activate an environment that has it"
   say "making .venv with $($base --version)"
-  $base -m venv --clear "$own" || fail "$base -m venv failed; on Debian and Ubuntu: apt-get install python3-venv"
+  $base -m venv "$own" || fail "$base -m venv failed; on Debian and Ubuntu: apt-get install python3-venv"
 fi
-supported "$python" || fail "the active environment $prefix has no Python 3.11 to 3.14; deactivate it and .venv will be made"
+supported "$python" || fail "$prefix has no Python 3.11 to 3.14; deactivate or remove it, and a new .venv will be made"
 "$python" -m pip --version >/dev/null 2>&1 || fail "$prefix has no pip; run: $python -m ensurepip"
-command -v "${CXX:-g++}" >/dev/null || say "found no g++: the CPU kernels will run on a slower torch path (with g++ they are built at first use)"
+command -v g++ >/dev/null || say "found no g++: the CPU kernels will run on a slower torch path (with g++ they are built at first use)"
 : >"$log"
 
 # torch. An active environment keeps the one it has. The CPU build is asked of the index that pip is set up with, then of PyTorch's own.

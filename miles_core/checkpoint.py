@@ -92,7 +92,7 @@ class Checkpointer:
         if not self.is_leader:
             self.pending = written
             return
-        self.pending = Future()
+        done = self.pending = Future()
 
         def complete() -> None:
             try:
@@ -102,9 +102,9 @@ class Checkpointer:
                 self._publish(temporary, self.directory / f"step_{step:06d}")
             except BaseException as error:  # handed to whoever calls finish()
                 shutil.rmtree(temporary, ignore_errors=True)
-                self.pending.set_exception(error)
+                done.set_exception(error)
             else:
-                self.pending.set_result(None)
+                done.set_result(None)
 
         threading.Thread(target=complete, name="checkpoint", daemon=True).start()
 

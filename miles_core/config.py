@@ -122,6 +122,11 @@ class Config:
             f"must be > 1 for --advantage {self.advantage}, which compares samples",
         )
         self._require(self.temperature > 0 or self.eval, "temperature", "must be > 0: greedy samples carry no learning signal")
+        self._require(
+            not (self.skip_zero_std and self.advantage == "reinforce_pp"),
+            "skip_zero_std",
+            "compares samples of one prompt, --advantage reinforce_pp does not: leave one of them out",
+        )
         self._require(not (self.icepop_high and self.icepop_low >= self.icepop_high), "icepop_low", "must be below --icepop-high")
 
     @staticmethod

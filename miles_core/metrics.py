@@ -41,7 +41,8 @@ class Max:
     largest: Number
 
     def __add__(self, other: Max) -> Max:
-        return Max(max(float(self.largest), float(other.largest)))
+        pair = float(self.largest), float(other.largest)
+        return Max(math.nan if any(map(math.isnan, pair)) else max(pair))  # max() would hide a nan
 
     def value(self) -> float:
         return float(self.largest)

@@ -1,51 +1,62 @@
 """The shared-memory ring between the rollout and training ranks of one node, and the pacing that bounds staleness (DESIGN 4.2, 4.3).
 
-B slots, each with room for one group. A slot's state, who moves it on, and what that needs:
+B slots, each with room for one group. Who moves a slot on, who waits for that, and what ends the wait:
 
-    FREE     -> WRITING   claim()    a rollout rank admits the next group number; nothing is generated without a slot
-    WRITING  -> READY     put()      the same rank; record and checksum are written before the state
-    READY    -> READING   take()     the node's training leader: the lowest-numbered ready group among the W that follow the oldest unconsumed
-    READING  -> FREE      claim()    after release(version), once every rollout rank reports that version live
+    state     moved on by                                 waited for by          until
+    FREE      claim()    any rollout rank, with the lock  idle rollout ranks     the version of its release is live on every rollout rank
+    WRITING   put()      the rank that claimed it         the trainer in take()  its group is generated and rewarded
+    READY     take()     the node's training leader       nobody                 it is one of the P lowest ones that the window admits
+    READING   release()  the same                         idle rollout ranks     the weights that were trained on it are published
 
-Releasing only when the new weights are live is what bounds staleness. When a group is admitted, at most B - 1 older ones are outstanding,
-and at most W - 1 younger ones can pass it, so no sample is older than (B + W - 2) // P versions when it is trained on, and nothing
-ever needs to be discarded. (Idea: windowed FIFO, MiniMax, arXiv 2605.26494, section 6.2.4.)
+A slot is released only with the weights that were trained on it, and given out again only when every rollout rank of the node reports
+them live. So when a group is admitted, at most B - 1 older ones are outstanding, and at most W - 1 younger ones can pass it: take()
+reaches no further than W groups from the oldest unconsumed one. Hence no sample is older than (B + W - 2) // P versions when it is
+trained on, and nothing ever needs to be discarded. (Idea: windowed FIFO, MiniMax, arXiv 2605.26494, section 6.2.4.)
 
-Concurrency: one POSIX lock guards the moves out of FREE and READING. The kernel frees it when its holder dies, unlike a multiprocessing
-lock. All other moves have one possible mover. State words are aligned 8-byte stores, written last; x86 keeps the order of stores. A
-writer that died is found by its pid and start time: the next claim() takes over its slot and its group number. A generation counter
-makes a reference to an earlier tenant of a slot useless.
+Any process may be killed at any instant. A slot's word is 4 * index + state, so that one aligned 8-byte store, the last of each move,
+hands the slot over. Everything else follows from these words: which group is next, which ones are consumed. A writer that died is
+known by its pid and start time; the next claim() takes over its slot and its group number. A generation counter, one up at every
+claim, makes references to an earlier tenant useless.
 
-Nodes stripe the group numbers: this ring's i-th group is number i * stride + offset.
+The lock is a POSIX record lock: the kernel frees it with its holder, unlike a multiprocessing.Lock. It keeps claims apart, and gives
+take() a view of all slots at one instant. The other moves need none: only one process can make them, and x86 keeps the order of stores.
+
+`index` counts this ring's groups. Nodes stripe the group numbers: index i is number i * stride + offset.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from miles_core.digest import digest
 from miles_core.schema import Trajectory, group_nbytes, read_group, write_group
-from miles_core.shm import Segment
+from miles_core.shm import Segment, process_start
 
 FREE, WRITING, READY, READING = range(4)
 STATES = ("FREE", "WRITING", "READY", "READING")
 # words of the header
-NUM_SLOTS, SLOT_BYTES, WINDOW, NUM_ROLLOUT_RANKS, STRIDE, OFFSET, LIMIT, NEXT, HEAD, STOPPED, RECLAIMED, NUM_DONE = range(12)
-# words of a slot; INDEX is the group's place in this ring's order, FREE_AT the version whose arrival frees the slot (-1: not yet known)
-STATE, GENERATION, INDEX, OWNER, PID, PID_STARTED, NBYTES, CHECKSUM, FREE_AT = range(9)
-# words of a rollout rank
-LIVE, HEARTBEAT, BLOCKED_NS = range(3)
-_ROW = 16  # words: a slot and a rank each have cache lines of their own
+NUM_SLOTS, SLOT_BYTES, DATA_AT, WINDOW, NUM_ROLLOUT_RANKS, STRIDE, OFFSET, LIMIT, NUM_DONE, STOPPED, RECLAIMED, LOCKED_BY = range(12)
+# words of a slot; OPENS_AT is the version it was released with
+WORD, GENERATION, OWNER, PID, PID_STARTED, NBYTES, CHECKSUM, OPENS_AT = range(8)
+# words of a rank: the rollout ranks of the node, then its training leader
+LIVE, HEARTBEAT, DOING, RANK_PID, BLOCKED_NS = range(5)
+DOING_NAMES = ("starting", "generating", "waiting for a free slot", "waiting for groups", "training")
+TRAINER = -1  # row of the training leader
+_ROW = 16  # words: each slot and each rank has cache lines of its own
 _POLL_S = 0.0005
-_DEAD_CHECK_S = 1.0
+_DEAD_CHECK_S = 0.1  # a look at another process takes 20 us
+_LOCK_TIMEOUT_S = 30.0  # it is held for microseconds
+
+_rings_of_this_process: weakref.WeakValueDictionary[tuple[int, int], Ring] = weakref.WeakValueDictionary()
 
 
 def derive(groups_per_step: int, max_staleness: int) -> tuple[int, int]:
@@ -59,7 +70,7 @@ def derive(groups_per_step: int, max_staleness: int) -> tuple[int, int]:
 
 
 def staleness_bound(num_slots: int, window: int, groups_per_step: int) -> int:
-    """Oldest version that a sample can have when it is trained on, in versions back: attained by some order of completion."""
+    """How many versions old a sample can at most be when it is trained on. Some order of completion attains it (if B > P or W = 1)."""
     return (num_slots + window - 2) // groups_per_step
 
 
@@ -88,44 +99,47 @@ class Status(NamedTuple):
 
 
 class Ring:
-    """Create it on the node's leader, attach to it on the other ranks."""
+    """Create it on the node's leader, attach to it on the other ranks. One object a process, used by one thread at a time."""
 
     def __init__(self, segment: Segment):
+        # A process that closes any descriptor of a file loses its POSIX locks on it: two objects would undo each other's.
+        key = (os.getpid(), os.fstat(segment.fd).st_ino)
+        assert key not in _rings_of_this_process, f"this process already has the ring at {segment.path} open"
+        _rings_of_this_process[key] = self
         self.segment = segment
         self.header = segment.words(0, _ROW)
         self.num_slots, self.num_rollout_ranks = int(self.header[NUM_SLOTS]), int(self.header[NUM_ROLLOUT_RANKS])
-        self.slot_bytes = int(self.header[SLOT_BYTES])
-        done_at = 8 * _ROW * (1 + self.num_rollout_ranks + self.num_slots)
-        self.ranks = segment.words(8 * _ROW, self.num_rollout_ranks, _ROW)
-        self.slots = segment.words(8 * _ROW * (1 + self.num_rollout_ranks), self.num_slots, _ROW)
-        num_done = int(self.header[NUM_DONE])
-        self.done = set(segment.words(done_at, num_done).tolist())  # consumed before this run started
-        self.data_at = _page_aligned(done_at + 8 * num_done)
-        self.taken: set[int] = set()  # on the leader: consumed in this run, beyond the head
-        self.last_dead_check = 0.0
-        self.pid_started = _pid_started(os.getpid())
+        self.slot_bytes, self.data_at, self.window = (int(self.header[word]) for word in (SLOT_BYTES, DATA_AT, WINDOW))
+        slots_at, done_at = _offsets(self.num_slots, self.num_rollout_ranks)
+        self.ranks = segment.words(8 * _ROW, self.num_rollout_ranks + 1, _ROW)
+        self.slots = segment.words(slots_at, self.num_slots, _ROW)
+        self.done = set(segment.words(done_at, int(self.header[NUM_DONE])).tolist())  # consumed before this run started
+        self.pid, self.pid_started = os.getpid(), process_start(os.getpid())
+        self.next_dead_check = 0.0
+        self.mutex = threading.Lock()  # POSIX locks do not keep the threads of a process apart
 
     @classmethod
     def create(
         cls, *, num_slots: int, slot_bytes: int, window: int, num_rollout_ranks: int, num_groups: int,
         done: Iterable[int] = (), stride: int = 1, offset: int = 0,
     ) -> Ring:  # fmt: skip
-        """`num_groups`: how many groups this ring hands out in all, so that none is made that will never be trained on. `done`: those
-        consumed by an earlier run, as indices into this ring's order."""
-        done = sorted(done)
-        slot_bytes = _page_aligned(slot_bytes)
-        header_bytes = _page_aligned(8 * (_ROW * (1 + num_rollout_ranks + num_slots) + len(done)))
-        segment = Segment.create("ring", header_bytes + num_slots * slot_bytes)
-        header = segment.words(0, _ROW)
+        """`num_groups`: where this ring's numbering ends, so that no group is made that will never be trained on. `done`: indices that an
+        earlier run consumed. Raises ValueError when there is not enough memory."""
+        done, slot_bytes = sorted(done), _page_aligned(slot_bytes)
+        done_at = _offsets(num_slots, num_rollout_ranks)[1]
+        data_at = _page_aligned(done_at + 8 * len(done))
+        segment = Segment.create("ring", data_at + num_slots * slot_bytes)
         values = {
-            NUM_SLOTS: num_slots, SLOT_BYTES: slot_bytes, WINDOW: window, NUM_ROLLOUT_RANKS: num_rollout_ranks, STRIDE: stride,
-            OFFSET: offset, LIMIT: num_groups, NUM_DONE: len(done),
+            NUM_SLOTS: num_slots, SLOT_BYTES: slot_bytes, DATA_AT: data_at, WINDOW: window, NUM_ROLLOUT_RANKS: num_rollout_ranks,
+            STRIDE: stride, OFFSET: offset, LIMIT: num_groups, NUM_DONE: len(done),
         }  # fmt: skip
-        for word, value in values.items():
-            header[word] = value
-        segment.words(8 * _ROW, num_rollout_ranks, _ROW)[:, LIVE] = -1
-        segment.words(8 * _ROW * (1 + num_rollout_ranks + num_slots), len(done))[:] = done
-        return cls(segment)
+        segment.words(0, _ROW)[list(values)] = list(values.values())
+        segment.words(done_at, len(done))[:] = done
+        ring = cls(segment)
+        ring.ranks[:, LIVE] = -1  # OPENS_AT is 0: nothing is admitted before the first publication is live
+        ring.slots[:, WORD] = _word(-1, FREE)
+        ring.beat(TRAINER, "starting")
+        return ring
 
     @classmethod
     def attach(cls, path: str) -> Ring:
@@ -134,74 +148,98 @@ class Ring:
     # ---- rollout ranks ------------------------------------------------------------------------------------------------------------
 
     def claim(self, rank: int) -> Claim | None:
-        """The next group number with a slot for it, or None: no slot is free, or every group has been handed out. Never waits long."""
-        self.ranks[rank, HEARTBEAT] = time.monotonic_ns()
+        """The next group that has a slot, first of all one whose writer died; None when no slot is free, or all have been handed out."""
+        assert os.getpid() == self.pid, "a ring does not survive a fork: attach to it in the child"
+        self.beat(rank, "generating")
+        dead = self._dead_writers()
         with self._lock():
-            slot = self._take_over_dead()
-            if slot is None:
-                slot = self._admit()
+            words = self.slots[:, WORD].copy()
+            orphan = self._orphan(words, dead) if dead else None
+            slot = self._free_slot(words) if orphan is None else orphan
             if slot is None:
                 return None
+            index = self._next_index(words) if orphan is None else int(words[slot] >> 2)
             row = self.slots[slot]
-            row[OWNER], row[PID], row[PID_STARTED], row[FREE_AT] = rank, os.getpid(), self.pid_started, -1
             row[GENERATION] += 1
-            row[STATE] = WRITING
-            return Claim(self.number(int(row[INDEX])), slot, int(row[GENERATION]))
+            row[OWNER], row[PID], row[PID_STARTED] = rank, self.pid, self.pid_started
+            row[WORD] = _word(index, WRITING)  # last: a claimant killed before this line has changed nothing that counts
+            self.header[RECLAIMED] += orphan is not None
+            return Claim(self.number(index), slot, int(row[GENERATION]))
 
     def put(self, claim: Claim, group: list[Trajectory]) -> None:
         """Serialise a finished group into its slot and make it READY. Raises ValueError when it is larger than a slot."""
-        row, nbytes = self.slots[claim.slot], group_nbytes(group)
-        assert row[STATE] == WRITING and row[GENERATION] == claim.generation, f"{claim} is not ours any more: {self._describe(claim.slot)}"
+        row, nbytes = self._tenant(claim, WRITING), group_nbytes(group)
         if nbytes > self.slot_bytes:
-            raise ValueError(f"group {claim.group} takes {nbytes} bytes, a slot has {self.slot_bytes}; raise --max-context")
+            raise ValueError(
+                f"group {claim.group} takes {nbytes} bytes, a slot of the ring has {self.slot_bytes}: its longest sample has "
+                f"{max(len(t.tokens) for t in group)} tokens; raise --max-context"
+            )
         data = self._data(claim.slot, nbytes)
         write_group(group, data)
         row[NBYTES], row[CHECKSUM] = nbytes, digest(data)
-        row[STATE] = READY
+        row[WORD] += READY - WRITING  # last: only now can anyone see what was written
 
     def set_live(self, rank: int, version: int) -> None:
-        """This rollout rank now samples from `version`."""
+        """From now on this rollout rank samples from `version` or later."""
+        assert version >= self.ranks[rank, LIVE], f"rollout rank {rank} went from version {self.ranks[rank, LIVE]} back to {version}"
         self.ranks[rank, LIVE] = version
+        self.beat(rank, "generating")
 
     def add_blocked(self, rank: int, seconds: float) -> None:
         """Book time in which the rank had nothing to do because no slot was free."""
         self.ranks[rank, BLOCKED_NS] += int(seconds * 1e9)
+        self.beat(rank, "waiting for a free slot")
+
+    def expect_trainer(self, timeout_s: float) -> None:
+        """Raise TimeoutError when the training leader has not given a sign of life for so long. For ranks that wait for a free slot."""
+        if (since := self._silence_s(TRAINER)) > timeout_s:
+            raise TimeoutError(f"no slot of the ring became free, and nothing was heard for {since:.0f} s: {self._describe_rank(TRAINER)}")
 
     # ---- training ranks -----------------------------------------------------------------------------------------------------------
 
     def ready(self, count: int) -> bool:
-        """Whether `take(count)` would return at once."""
+        """Whether `take(count)` would return at once. Once true, it stays so until the leader takes."""
         return self._pick(count) is not None
 
     def take(self, count: int, timeout_s: float) -> list[Ref]:
-        """Leader only: the next `count` groups, each the lowest-numbered ready one among the W that follow the oldest unconsumed one."""
-        deadline = time.monotonic() + timeout_s
+        """Leader only: the next `count` groups, each the lowest-numbered ready one among the W that follow the oldest unconsumed one.
+
+        Raises TimeoutError when no group has become ready for `timeout_s`.
+        """
+        num_ready, deadline = -1, 0.0
         while (picked := self._pick(count)) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {timeout_s:.0f} s for group {self.number(int(self.header[HEAD]))}: {self._why_waiting()}")
+            self.beat(TRAINER, "waiting for groups")
+            if (now_ready := self.status().ready) != num_ready:
+                num_ready, deadline = now_ready, time.monotonic() + timeout_s
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"waited {timeout_s:g} s for {self._describe_wait()}; {num_ready} of {count} groups are ready")
             time.sleep(_POLL_S)
-        slots, self.taken, self.header[HEAD] = picked
-        for slot in slots:
-            self.slots[slot, STATE] = READING
-        return [Ref(self.number(int(self.slots[s, INDEX])), s, int(self.slots[s, GENERATION])) for s in slots]
+        refs = []
+        for slot in picked:
+            row = self.slots[slot]
+            row[WORD] += READING - READY
+            refs.append(Ref(self.number(int(row[WORD] >> 2)), slot, int(row[GENERATION])))
+        self.beat(TRAINER, "training")
+        return refs
 
     def read(self, ref: Ref) -> list[Trajectory]:
-        """The group behind a reference, as views of the slot (valid until it is released)."""
-        row = self.slots[ref.slot]
-        assert row[STATE] == READING and row[GENERATION] == ref.generation, f"{ref} is stale: {self._describe(ref.slot)}"
+        """The group behind a reference, as views of the slot, valid until its release. Raises RuntimeError when its bytes are damaged."""
+        row = self._tenant(ref, READING)
         data = self._data(ref.slot, int(row[NBYTES]))
         if digest(data) != row[CHECKSUM]:
             raise RuntimeError(f"group {ref.group} in slot {ref.slot} is corrupt: its checksum does not match")
         return read_group(data)
 
     def release(self, refs: Iterable[Ref], version: int) -> None:
-        """Leader only: the slots become free as soon as every rollout rank of the node samples from `version` or later."""
+        """Leader only: the slots may be claimed as soon as every rollout rank of the node samples from `version` or later."""
         for ref in refs:
-            row = self.slots[ref.slot]
-            assert row[STATE] == READING and row[GENERATION] == ref.generation, f"{ref} is stale: {self._describe(ref.slot)}"
-            row[FREE_AT] = version
+            row = self._tenant(ref, READING)
+            row[OPENS_AT] = version
+            row[WORD] += FREE - READING  # last: the slot is free for claim() from here on
+        self.beat(TRAINER, "training")
 
     def stop(self) -> None:
+        """Tell the rollout ranks that nothing more is wanted."""
         self.header[STOPPED] = 1
 
     @property
@@ -209,104 +247,141 @@ class Ring:
         return bool(self.header[STOPPED])
 
     def consumed(self) -> list[int]:
-        """Leader only: indices of all groups taken so far, by this run and before it."""
-        return sorted({*range(int(self.header[HEAD])), *self.taken, *self.done})
+        """Indices of all groups taken so far, by this run and before it: what `done` of the next run must be."""
+        with self._lock():
+            words = self.slots[:, WORD].copy()
+        waiting = words[np.isin(words & 3, (WRITING, READY))] >> 2
+        return sorted(({*range(int(words.max() >> 2) + 1)} | self.done) - set(waiting.tolist()))
+
+    # ---- what is going on ---------------------------------------------------------------------------------------------------------
+
+    def beat(self, rank: int, doing: str) -> None:
+        """A sign of life of a rollout rank, or of the training leader (`TRAINER`), for the error messages of those who wait for it."""
+        row = self.ranks[rank]
+        row[HEARTBEAT], row[DOING], row[RANK_PID] = time.monotonic_ns(), DOING_NAMES.index(doing), os.getpid()
 
     def status(self) -> Status:
-        states = self.slots[:, STATE]
+        states = self.slots[:, WORD] & 3
         return Status(
             ready=int((states == READY).sum()), in_flight=int((states == WRITING).sum()), reclaimed=int(self.header[RECLAIMED]),
             bytes=int(self.slots[states >= READY, NBYTES].sum()), blocked_s=float(self.ranks[:, BLOCKED_NS].sum()) / 1e9,
         )  # fmt: skip
 
-    # ---- inside -------------------------------------------------------------------------------------------------------------------
-
     def number(self, index: int) -> int:
         """Global group number of this ring's `index`-th group."""
         return index * int(self.header[STRIDE]) + int(self.header[OFFSET])
 
+    # ---- inside -------------------------------------------------------------------------------------------------------------------
+
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        # Per process and inode: the kernel frees it when the holder dies. No other descriptor of this file is closed meanwhile.
-        fcntl.lockf(self.segment.fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self.segment.fd, fcntl.LOCK_UN)
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        with self.mutex:
+            while True:
+                try:
+                    fcntl.lockf(self.segment.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        holder = int(self.header[LOCKED_BY])
+                        raise TimeoutError(f"process {holder} holds the ring's lock for {_LOCK_TIMEOUT_S:.0f} s: is it stopped?") from None
+                    time.sleep(2e-5)
+            self.header[LOCKED_BY] = self.pid
+            try:
+                yield
+            finally:
+                fcntl.lockf(self.segment.fd, fcntl.LOCK_UN)
 
-    def _admit(self) -> int | None:
-        """A free slot, now tenanted by the next group number. Locked."""
-        header, slots = self.header, self.slots
-        live = int(self.ranks[:, LIVE].min())
-        released = (slots[:, STATE] == READING) & (slots[:, FREE_AT] >= 0) & (slots[:, FREE_AT] <= live)
-        slots[released, STATE] = FREE
-        while int(header[NEXT]) in self.done:
-            header[NEXT] += 1
-        free = np.flatnonzero(slots[:, STATE] == FREE)
-        if not len(free) or header[NEXT] >= header[LIMIT]:
-            return None
-        slots[free[0], INDEX] = header[NEXT]
-        header[NEXT] += 1
-        return int(free[0])
+    def _next_index(self, words: np.ndarray) -> int:
+        """The group to admit next. Words keep the index of their last tenant, so the largest is the last one admitted."""
+        index = int(words.max() >> 2) + 1
+        while index in self.done:
+            index += 1
+        return index
 
-    def _take_over_dead(self) -> int | None:
-        """A slot whose writer no longer exists, looked for once a second. Its group number is made again. Locked."""
+    def _free_slot(self, words: np.ndarray) -> int | None:
+        """A slot for the next group, if one is free and there is a next group."""
+        free = np.flatnonzero((words & 3 == FREE) & (self.slots[:, OPENS_AT] <= self.ranks[:TRAINER, LIVE].min()))
+        return int(free[0]) if len(free) and self._next_index(words) < self.header[LIMIT] else None
+
+    def _dead_writers(self) -> set[tuple[int, int]]:
+        """(pid, start time) of writers that no longer exist. Looks again at once where it found one: it may have had more slots."""
         now = time.monotonic()
-        if now - self.last_dead_check < _DEAD_CHECK_S:
-            return None
-        for slot in np.flatnonzero(self.slots[:, STATE] == WRITING):
-            if _pid_started(int(self.slots[slot, PID])) != self.slots[slot, PID_STARTED]:
-                self.header[RECLAIMED] += 1
-                return int(slot)  # look again at once: it may have had more
-        self.last_dead_check = now
+        if now < self.next_dead_check:
+            return set()
+        writing = self.slots[self.slots[:, WORD] & 3 == WRITING]
+        writers = set(map(tuple, writing[:, [PID, PID_STARTED]].tolist())) - {(self.pid, self.pid_started)}
+        dead = {(pid, started) for pid, started in writers if process_start(pid) != started}
+        if not dead:
+            self.next_dead_check = now + _DEAD_CHECK_S
+        return dead
+
+    def _orphan(self, words: np.ndarray, dead: set[tuple[int, int]]) -> int | None:
+        """The slot with the oldest group of a dead writer. Nobody has taken it over if it still bears the dead one's pid and start time."""
+        for slot in np.argsort(words).tolist():
+            if words[slot] & 3 == WRITING and tuple(self.slots[slot, [PID, PID_STARTED]].tolist()) in dead:
+                return slot
         return None
 
-    def _pick(self, count: int) -> tuple[list[int], set[int], int] | None:
-        """(slots, consumed beyond the new head, new head) of the next `count` groups, or None when they are not all ready."""
-        ready = {int(self.slots[s, INDEX]): int(s) for s in np.flatnonzero(self.slots[:, STATE] == READY)}
-        head, taken, picked = int(self.header[HEAD]), set(self.taken), []
-        for _ in range(count):
-            while head in taken or head in self.done:
-                taken.discard(head)
-                head += 1
-            index = next((i for i in range(head, head + int(self.header[WINDOW])) if i in ready), None)
-            if index is None:
-                return None
-            picked.append(ready.pop(index))
-            taken.add(index)
-        return picked, taken, head
+    def _pick(self, count: int) -> list[int] | None:
+        """Slots of the next `count` groups, or None when they are not all ready.
+
+        Admission is in order, so a group below a READY one is consumed, READY or WRITING. The oldest unconsumed group that taking READY
+        ones cannot consume is the oldest WRITING one: the window reaches W from there, and up to its end the lowest go first.
+        """
+        with self._lock():  # else a group claimed and finished while we look could be seen without an older one claimed just before
+            words = self.slots[:, WORD].copy()
+        index, state = words >> 2, words & 3
+        end = index[state == WRITING].min(initial=np.iinfo(np.int64).max - self.window) + self.window
+        ready = np.flatnonzero((state == READY) & (index < end))
+        return ready[np.argsort(index[ready])][:count].tolist() if len(ready) >= count else None
+
+    def _tenant(self, ticket: Claim | Ref, state: int) -> np.ndarray:
+        """The row of a slot, which must still be as its claim or reference says."""
+        row = self.slots[ticket.slot]
+        word, generation = int(row[WORD]), int(row[GENERATION])
+        assert (word & 3, self.number(word >> 2), generation) == (state, ticket.group, ticket.generation), (
+            f"{ticket} is stale: slot {ticket.slot} holds group {self.number(word >> 2)}, generation {generation}, {STATES[word & 3]}"
+        )
+        return row
 
     def _data(self, slot: int, nbytes: int) -> memoryview:
         start = self.data_at + slot * self.slot_bytes
         return self.segment.buffer[start : start + nbytes]
 
-    def _describe(self, slot: int) -> str:
-        row = self.slots[slot]
-        return f"slot {slot} holds group {self.number(int(row[INDEX]))}, generation {row[GENERATION]}, {STATES[row[STATE]]}"
+    def _silence_s(self, rank: int) -> float:
+        return (time.monotonic_ns() - int(self.ranks[rank, HEARTBEAT])) / 1e9
 
-    def _why_waiting(self) -> str:
-        head = int(self.header[HEAD])
-        slots = np.flatnonzero((self.slots[:, INDEX] == head) & (self.slots[:, STATE] != FREE))
-        beats = [
-            f"rank {r} {(time.monotonic_ns() - int(b)) / 1e9:.1f} s ago" if b else f"rank {r} never"
-            for r, b in enumerate(self.ranks[:, HEARTBEAT])
-        ]
-        signs = "last sign of life of the rollout ranks: " + ", ".join(beats)
-        if not len(slots):
-            return f"no rollout rank has claimed it; {signs}"
-        row = self.slots[slots[0]]
-        return f"rollout rank {row[OWNER]} (pid {row[PID]}) holds it in slot {slots[0]}, state {STATES[row[STATE]]}; {signs}"
+    def _describe_rank(self, rank: int) -> str:
+        name = "the training leader" if rank == TRAINER else f"rollout rank {rank}"
+        if not self.ranks[rank, HEARTBEAT]:
+            return f"{name} has not started"
+        doing, pid = DOING_NAMES[self.ranks[rank, DOING]], int(self.ranks[rank, RANK_PID])
+        return f"{name} (pid {pid}{'' if process_start(pid) else ', which has ended'}) was {doing} {self._silence_s(rank):.1f} s ago"
+
+    def _describe_wait(self) -> str:
+        """The group that take() waits for, whose it is, and when every rollout rank was last heard of."""
+        words = self.slots[:, WORD].copy()
+        writing = np.flatnonzero(words & 3 == WRITING)
+        if len(writing):
+            slot = int(writing[np.argmin(words[writing])])
+            row = self.slots[slot]
+            wait = f"group {self.number(int(words[slot] >> 2))} (slot {slot}, WRITING, rollout rank {row[OWNER]}, pid {row[PID]})"
+        else:
+            live = self.ranks[:TRAINER, LIVE].tolist()
+            wait = f"group {self.number(self._next_index(words))}, which no rank has claimed (live versions: {live})"
+        return "; ".join([wait, *map(self._describe_rank, range(self.num_rollout_ranks))])
+
+
+def _word(index: int, state: int) -> int:
+    return 4 * index + state
+
+
+def _offsets(num_slots: int, num_rollout_ranks: int) -> tuple[int, int]:
+    """Bytes at which the rows of the slots and the list of groups done begin; before them stand the header and the rows of the ranks."""
+    slots_at = 8 * _ROW * (1 + num_rollout_ranks + 1)
+    return slots_at, slots_at + 8 * _ROW * num_slots
 
 
 def _page_aligned(nbytes: int) -> int:
     return -(-nbytes // 4096) * 4096
-
-
-def _pid_started(pid: int) -> int:
-    """Start time of a process in clock ticks since boot, 0 if there is none: with the pid it names a process for ever."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    fields = stat.rpartition(")")[2].split()  # the name in parentheses may hold spaces
-    return 0 if fields[0] == "Z" else int(fields[19])

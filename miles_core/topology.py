@@ -158,6 +158,12 @@ class Topology:
         """Global ranks that share this node's ring and train."""
         return self.layout.ranks(train=True, node=self.node)
 
+    def train_gather(self, value: object) -> list:
+        """`value` of every training rank (collective over them)."""
+        values = [None] * len(self.layout.ranks(train=True))
+        dist.all_gather_object(values, value, group=self.control_group)
+        return values
+
     def train_sum(self, *counts: float) -> list[float]:
         """Sum each count over all training ranks (collective over them)."""
         total = torch.tensor(counts, dtype=torch.float64)

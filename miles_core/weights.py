@@ -1,204 +1,326 @@
-"""Weights from the training ranks to the rollout ranks: planned once, published after every optimizer step, checked on every arrival.
+"""New weights from the training ranks to the rollout ranks, every byte checked on every update (DESIGN 4.5).
 
-    publisher = Publisher(plan, segment, ...)             training ranks; the node leader owns the segment
-    publisher.publish(version, full_tensors(model))       collective over the training ranks
-    receiver = Receiver(plan, segment, parameters, ...)   rollout ranks
-    version = receiver.receive()                          None when nothing new is there
+    board = Board.create(Plan.of(model), reader_ranks, "shm")            # node leader; board.segment.path goes to the readers
+    publisher.publish(version, full_tensors(model))                      # every training rank
+    version = receiver.receive(model.named_parameters())                 # rollout rank, between two decode steps; None: nothing new
 
-Transports: `shm` copies through shared memory of the node, twice buffered. `broadcast` sends from the first training rank over a process
-group. Both announce in the segment, with one digest for every tensor, which every receiver compares with what it has in its parameters.
+The board is a piece of shared memory, one a node:
 
-Segment: words [ANNOUNCED, PLAN], one acknowledgement a receiver, then two halves of [version, digest of every tensor], then (shm) two
-halves of payload. Publication number n uses half n % 2 and waits until every receiver has acknowledged n - 2 or later: one that has may at
-most be reading n - 1, which lies in the other half.
+    header    how many publications were begun, how many are complete, and the version in each of two buffers
+    acks      per reader: the last publication that it has loaded
+    plan      names and shapes: each side checks the tensors that it has against them
+    digests   two buffers; one digest for each tensor, or for each 32 MiB of a larger one
+    payload   `shm` only: two buffers of all tensors
 
-Departs from DESIGN 4.5 in one word: a bucket is one tensor, so that a digest that does not match names it.
+Publication n goes to buffer n % 2. The leader stores the count of complete publications last, by one aligned 8-byte store, so a reader
+sees all of a publication or nothing (x86 keeps the order of stores). Before it writes n it waits until every reader has loaded n - 2 or
+a later one: nothing is overwritten that may still be read, and no reader falls more than two behind.
+
+`broadcast` moves the bytes through a process group instead, bucket by bucket, from one training rank to every rollout rank of all nodes.
+The board still announces version and digests. Readers then join every publication in order, where those of `shm` skip to the newest.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from miles_core.digest import copy_and_digest, digest
+from miles_core.digest import copy_and_digest
 from miles_core.shm import Segment
 
-ANNOUNCED, PLAN, _NUM_WORDS = range(3)
+BUCKET_BYTES = 32 << 20
+# words of the header; VERSION takes two
+PLAN_BYTES, NUM_READERS, HAS_PAYLOAD, BEGUN, COMPLETE, VERSION = range(6)
+# words of a reader
+ACK_NUMBER, ACK_VERSION, ACK_RANK = range(3)
+_ROW = 8  # words: header and readers have cache lines of their own
+_ALIGN, _PAGE = 64, 4096  # bytes
 _POLL_S = 0.0005
-_MESSAGE_BYTES = 32 << 20  # broadcast: small tensors travel together
+
+Named = Iterable[tuple[str, torch.Tensor]]
 
 
-@dataclass(frozen=True)
+class Part(NamedTuple):
+    """Bytes [start, stop) of one tensor: what one digest covers. It stands at `offset` of a publication, inside one bucket."""
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+    bucket: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.stop - self.start
+
+
 class Plan:
-    """Which tensors there are, in which order, and where they lie in the payload (bytes, aligned to 64)."""
+    """Where each byte of a publication stands: float32 tensors in order, each part at a multiple of 64 bytes.
 
-    names: tuple[str, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]  # bytes
-    num_receivers: int
+    `shapes` {name: shape}; `parts` {name: [Part]}; `buckets` [(start, stop)]: what one broadcast carries, at most `bucket_bytes`.
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], bucket_bytes: int = BUCKET_BYTES):
+        assert bucket_bytes % _ALIGN == 0, bucket_bytes
+        self.shapes, self.bucket_bytes = {name: tuple(shape) for name, shape in shapes.items()}, bucket_bytes
+        self.parts: dict[str, list[Part]] = {name: [] for name in shapes}
+        self.buckets = [(0, 0)]
+        self.nbytes = self.num_parts = 0
+        for name, shape in self.shapes.items():
+            size = 4 * int(np.prod(shape, dtype=np.int64))
+            for start in range(0, size, bucket_bytes):
+                self.parts[name].append(self._place(start, min(start + bucket_bytes, size)))
+
+    def _place(self, start: int, stop: int) -> Part:
+        """The next part, in the last bucket if it still fits, else in a new one."""
+        if self.nbytes + stop - start > self.buckets[-1][0] + self.bucket_bytes:
+            self.buckets.append((self.nbytes, self.nbytes))
+        part = Part(self.num_parts, start, stop, self.nbytes, len(self.buckets) - 1)
+        self.buckets[-1] = (self.buckets[-1][0], part.end)
+        self.num_parts += 1
+        self.nbytes = _aligned(part.end, _ALIGN)
+        return part
 
     @classmethod
-    def of(cls, parameters: Mapping[str, torch.Tensor], num_receivers: int) -> Plan:
-        """From float32 parameters by name (a meta model will do): the same on every rank."""
-        sizes = [p.numel() * 4 for p in parameters.values()]
-        ends = np.cumsum([-(-size // 64) * 64 for size in sizes])
-        return cls(tuple(parameters), (0, *map(int, ends[:-1])), tuple(sizes), num_receivers)
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.offsets[-1] + -(-self.sizes[-1] // 64) * 64
-
-    @property
-    def fingerprint(self) -> int:
-        return digest(repr((self.names, self.sizes)).encode())
-
-    def create_segment(self, transport: str) -> Segment:
-        payload = 2 * self.payload_bytes if transport == "shm" else 0
-        segment = Segment.create("weights", self._payload_at(0) + payload)
-        segment.words(0, _NUM_WORDS)[:] = (-1, self.fingerprint)
-        segment.words(8 * _NUM_WORDS, self.num_receivers)[:] = -1
-        return segment
-
-    def acks(self, segment: Segment) -> np.ndarray:
-        return segment.words(8 * _NUM_WORDS, self.num_receivers)
-
-    def half(self, segment: Segment, number: int) -> np.ndarray:
-        """int64 [1 + number of tensors]: version and digests of publication `number`."""
-        row = 1 + len(self.names)
-        return segment.words(8 * (_NUM_WORDS + self.num_receivers + row * (number % 2)), row)
-
-    def payload(self, segment: Segment, number: int, tensor: int) -> np.ndarray:
-        start = self._payload_at(number % 2) + self.offsets[tensor]
-        return np.frombuffer(segment.buffer, np.uint8, self.sizes[tensor], start)
-
-    def _payload_at(self, half: int) -> int:
-        words = _NUM_WORDS + self.num_receivers + 2 * (1 + len(self.names))
-        return -(-8 * words // 4096) * 4096 + half * self.payload_bytes
-
-    def messages(self) -> list[range]:
-        """Tensors that travel together, in order, each message about 32 MiB."""
-        cuts, size = [0], 0
-        for i, nbytes in enumerate(self.sizes):
-            if size and size + nbytes > _MESSAGE_BYTES:
-                cuts.append(i)
-                size = 0
-            size += nbytes
-        return [range(a, b) for a, b in zip(cuts, [*cuts[1:], len(self.sizes)], strict=True)]
+    def of(cls, model: nn.Module) -> Plan:
+        return cls({name: p.shape for name, p in model.named_parameters()})
 
 
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a contiguous float32 tensor as uint8."""
-    assert tensor.dtype is torch.float32 and tensor.is_contiguous(), (tensor.dtype, tensor.stride())
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+class Board:
+    """Create it on the node leader, attach to it on the node's rollout ranks while the leader lives."""
+
+    def __init__(self, segment: Segment):
+        self.segment = segment
+        self.header = segment.words(0, _ROW)
+        self.acks = segment.words(8 * _ROW, int(self.header[NUM_READERS]), _ROW)
+        plan_at = 8 * _ROW * (1 + len(self.acks))
+        plan_end = plan_at + int(self.header[PLAN_BYTES])
+        self.plan = Plan(**json.loads(bytes(segment.buffer[plan_at:plan_end])))
+        digests_at = _aligned(plan_end, _ALIGN)
+        self.digests = segment.words(digests_at, 2, self.plan.num_parts)
+        self.payload: np.ndarray | None = None
+        if self.header[HAS_PAYLOAD]:
+            payload_at = _aligned(digests_at + self.digests.nbytes, _PAGE)
+            self.payload = np.frombuffer(segment.buffer, np.uint8, 2 * self.plan.nbytes, payload_at).reshape(2, self.plan.nbytes)
+
+    @classmethod
+    def create(cls, plan: Plan, reader_ranks: Sequence[int], transport: str) -> Board:
+        """`reader_ranks`: global ranks that roll out on this node. `transport`: "shm" or "broadcast"."""
+        text = json.dumps({"shapes": plan.shapes, "bucket_bytes": plan.bucket_bytes}).encode()
+        plan_at = 8 * _ROW * (1 + len(reader_ranks))
+        payload_at = _aligned(_aligned(plan_at + len(text), _ALIGN) + 2 * 8 * plan.num_parts, _PAGE)
+        has_payload = {"shm": True, "broadcast": False}[transport]
+        segment = Segment.create("weights", payload_at + 2 * plan.nbytes * has_payload)
+        header = segment.words(0, _ROW)
+        header[PLAN_BYTES], header[NUM_READERS], header[HAS_PAYLOAD] = len(text), len(reader_ranks), has_payload
+        acks = segment.words(8 * _ROW, len(reader_ranks), _ROW)
+        acks[:, ACK_VERSION], acks[:, ACK_RANK] = -1, reader_ranks
+        segment.buffer[plan_at : plan_at + len(text)] = text
+        return cls(segment)
+
+    @classmethod
+    def attach(cls, path: str) -> Board:
+        return cls(Segment.attach(path))
 
 
 class Publisher:
-    """Training side. `segment` is the node leader's and None on its other ranks; `source` is true on the one rank that broadcasts."""
+    """One on each training rank. Only node leaders have a board, and only the source of broadcasts has their group."""
 
-    def __init__(self, plan: Plan, segment: Segment | None, timeout_s: float, group: dist.ProcessGroup | None = None, source: bool = False):
-        self.plan, self.segment, self.timeout_s, self.group, self.source = plan, segment, timeout_s, group, source
-        self.number = -1
+    def __init__(self, board: Board | None, timeout_s: float, group: dist.ProcessGroup | None = None):
+        self.board, self.timeout_s = board, timeout_s
+        self.pipe = _Broadcasts(board.plan, group, dist.get_rank()) if board is not None and board.payload is None else None
 
-    def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send full float32 tensors, in the plan's order, as `version`. Every training rank iterates: the tensors may be gathered on the way."""
-        self.number += 1
-        if self.segment is not None:
-            self._wait_for_readers()
-        kept: list[torch.Tensor] = []
-        names = iter(self.plan.names)
-        for index, (name, tensor) in enumerate(named_tensors):
-            expected = next(names, None)
-            assert name == expected, f"weights to publish differ from the plan: got {name}, expected {expected or 'no more'}"
-            assert tensor.numel() * 4 == self.plan.sizes[index], (
-                f"{name} has {tensor.numel()} values, planned {self.plan.sizes[index] // 4}"
-            )
-            if self.segment is None:
-                continue
-            source = _bytes(tensor)
-            if self.group is None:
-                value = copy_and_digest(self.plan.payload(self.segment, self.number, index), source)
-            else:
-                value = digest(source)
-                kept.append(tensor.detach())
-            self.plan.half(self.segment, self.number)[1 + index] = value
-        missing = next(names, None)
-        assert missing is None, f"weights to publish lack {missing}"
-        if self.segment is None:
+    def publish(self, version: int, named_tensors: Named) -> None:
+        """Publish every tensor of the plan, in its order (a collective over the training ranks if `named_tensors` is one).
+
+        Raises RuntimeError naming a tensor that is missing, extra or of another shape, before a reader sees anything; TimeoutError naming
+        the reader that still holds the buffer.
+        """
+        if self.board is None:
+            for _ in named_tensors:
+                pass
             return
-        self.plan.half(self.segment, self.number)[0] = version
-        self.segment.words(0, _NUM_WORDS)[ANNOUNCED] = self.number  # last: what it announces is complete
-        if self.source:
-            for message in self.plan.messages():
-                dist.broadcast(torch.cat([kept[i].reshape(-1) for i in message]), src=dist.get_rank(), group=self.group)
+        header, plan = self.board.header, self.board.plan
+        number, previous = int(header[BEGUN]) + 1, int(header[VERSION + int(header[BEGUN]) % 2])
+        assert header[COMPLETE] == number - 1, "the last publication failed half-way"
+        assert number == 1 or version > previous, f"version {version} published after version {previous}"
+        self._wait_for_readers(number - 2, version)
+        buffer = number % 2
+        header[VERSION + buffer] = version
+        header[BEGUN] = number
+        planned = iter(plan.shapes.items())
+        for name, tensor in named_tensors:
+            expected, given = next(planned, None), (name, tuple(tensor.shape))
+            if given != expected:
+                raise RuntimeError(f"publishing version {version}: got tensor {given}, but {expected} comes next in the plan")
+            source = _bytes(tensor)
+            for part in plan.parts[name]:
+                self.board.digests[buffer, part.index] = self._send(buffer, part, source[part.start : part.stop])
+        if (rest := next(planned, None)) is not None:
+            raise RuntimeError(f"publishing version {version}: tensor {rest[0]} is missing")
+        header[COMPLETE] = number
 
-    def _wait_for_readers(self) -> None:
-        acks, deadline = self.plan.acks(self.segment), time.monotonic() + self.timeout_s
-        while (acks < self.number - 2).any():
-            if time.monotonic() > deadline:
-                late = int(acks.argmin())
-                raise TimeoutError(
-                    f"waited {self.timeout_s:.0f} s to publish weights: rollout rank {late} of this node has taken publication {acks[late]}, "
-                    f"and the next one is {self.number}"
-                )
-            time.sleep(_POLL_S)
+    def _send(self, buffer: int, part: Part, source: np.ndarray) -> int:
+        if self.pipe is not None:
+            return self.pipe.send(part, source)
+        return copy_and_digest(self.board.payload[buffer, part.offset : part.end], source)
+
+    def _wait_for_readers(self, number: int, version: int) -> None:
+        """Until every reader has loaded publication `number` or a later one."""
+        deadline = time.monotonic() + self.timeout_s
+        for ack in self.board.acks:
+            while ack[ACK_NUMBER] < number:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"publishing version {version}: waited {self.timeout_s:g} s for rank {ack[ACK_RANK]}, "
+                        f"{'which last loaded version ' + str(ack[ACK_VERSION]) if ack[ACK_NUMBER] else 'which has loaded no weights yet'}"
+                    )
+                time.sleep(_POLL_S)
 
 
 class Receiver:
-    """Rollout side: writes into `parameters`, in place. `index` is this rank's among the rollout ranks of its node."""
+    """One on each rollout rank. `group` and `source` (the publishing rank) are for "broadcast" alone."""
 
-    def __init__(
-        self, plan: Plan, segment: Segment, parameters: Mapping[str, torch.Tensor], index: int, timeout_s: float,
-        group: dist.ProcessGroup | None = None, source: int = 0,
-    ):  # fmt: skip
-        assert tuple(parameters) == plan.names, "parameters and plan name different tensors"
-        theirs = int(segment.words(0, _NUM_WORDS)[PLAN])
-        assert theirs == plan.fingerprint, "the training and the rollout ranks have planned different tensors"
-        self.plan, self.segment, self.parameters = plan, segment, list(parameters.values())
-        self.index, self.timeout_s, self.group, self.source = index, timeout_s, group, source
-        self.number, self.version = -1, -1
+    def __init__(self, board: Board, rank: int, timeout_s: float, group: dist.ProcessGroup | None = None, source: int | None = None):
+        self.board, self.rank, self.timeout_s = board, rank, timeout_s
+        self.ack = board.acks[board.acks[:, ACK_RANK].tolist().index(rank)]
+        self.pipe = _Broadcasts(board.plan, group, source) if board.payload is None else None
 
-    def receive(self, min_version: int | None = None) -> int | None:
-        """Take the newest publication. Returns its version, or None when it is already here. With `min_version`, wait until that is there.
+    @property
+    def version(self) -> int:
+        """Version that was loaded last; -1: none yet."""
+        return int(self.ack[ACK_VERSION])
 
-        Raises RuntimeError naming the first tensor whose digest differs from the published one.
+    def poll(self) -> int | None:
+        """The newest version to be had, or None when it is loaded already."""
+        number = self._newest()
+        return int(self.board.header[VERSION + number % 2]) if number > self.ack[ACK_NUMBER] else None
+
+    def receive(self, named_parameters: Named, min_version: int | None = None) -> int | None:
+        """Copy new weights into the parameters: the newest, or by broadcast the next. Returns their version, or None: nothing new.
+
+        With `min_version` it goes on until that version, or a later one, is loaded. Raises TimeoutError when none comes, and RuntimeError
+        naming the tensor when one is missing, extra, of another shape, or not byte for byte what was published. Stop then: the parameters
+        are overwritten.
         """
         deadline = time.monotonic() + self.timeout_s
-        while (number := int(self.segment.words(0, _NUM_WORDS)[ANNOUNCED])) == self.number:
-            if min_version is None or min_version <= self.version:
+        parameters = None
+        while True:
+            number, newest = int(self.ack[ACK_NUMBER]), self._newest()
+            if newest > number:
+                parameters = parameters or dict(named_parameters)
+                self._load(number + 1 if self.pipe else newest, parameters)
+                if min_version is None or self.version >= min_version:
+                    return self.version
+            elif min_version is None or self.version >= min_version:
                 return None
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"waited {self.timeout_s:.0f} s for the training ranks to publish version {min_version}; have {self.version}"
-                )
-            time.sleep(_POLL_S)
-        # Every broadcast must be joined, and in order; in shared memory the newest is enough.
-        number = self.number + 1 if self.group is not None else number
-        version, *expected = self.plan.half(self.segment, number).tolist()
-        received = self._copy(number) if self.group is None else self._join()
-        torch.autograd.graph.increment_version(self.parameters)  # written through numpy: packed copies must notice
-        for name, mine, published in zip(self.plan.names, received, expected, strict=True):
-            if mine != published:
-                raise RuntimeError(f"weights of version {version}: {name} arrived with digest {mine:#x}, published with {published:#x}")
-        self.number, self.version = number, int(version)
-        self.plan.acks(self.segment)[self.index] = number
-        if min_version is not None and self.version < min_version:
-            return self.receive(min_version)
-        return self.version
+            else:
+                self._sleep_until(deadline, f"weights of version {min_version}; the newest are of version {self.version}")
 
-    def _copy(self, number: int) -> list[int]:
-        payloads = (self.plan.payload(self.segment, number, i) for i in range(len(self.parameters)))
-        return [copy_and_digest(_bytes(p), payload) for p, payload in zip(self.parameters, payloads, strict=True)]
+    def _newest(self) -> int:
+        """A broadcast has to be joined before it is complete."""
+        return int(self.board.header[BEGUN if self.pipe else COMPLETE])
 
-    def _join(self) -> list[int]:
-        digests = []
-        for message in self.plan.messages():
-            buffer = torch.empty(sum(self.plan.sizes[i] for i in message) // 4)
-            dist.broadcast(buffer, src=self.source, group=self.group)
-            for i, part in zip(message, buffer.split([self.plan.sizes[i] // 4 for i in message]), strict=True):
-                digests.append(copy_and_digest(_bytes(self.parameters[i]), _bytes(part)))
-        return digests
+    def _load(self, number: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        buffer, plan = number % 2, self.board.plan
+        version = int(self.board.header[VERSION + buffer])
+        _check_same(plan.shapes, parameters, f"rank {self.rank}, version {version}")
+        found = np.empty(plan.num_parts, np.int64)
+        for name, parts in plan.parts.items():
+            target = _bytes(parameters[name])
+            for part in parts:
+                found[part.index] = self._fetch(buffer, part, target[part.start : part.stop])
+            torch.autograd.graph.increment_version(parameters[name])  # numpy wrote it: tell whoever keeps something derived from it
+        deadline = time.monotonic() + self.timeout_s
+        while self.board.header[COMPLETE] < number:
+            self._sleep_until(deadline, f"the digests of version {version}")
+        self._compare(found, buffer, version)
+        self.ack[ACK_VERSION] = version
+        self.ack[ACK_NUMBER] = number
+
+    def _fetch(self, buffer: int, part: Part, target: np.ndarray) -> int:
+        if self.pipe is not None:
+            return self.pipe.fetch(part, target)
+        return copy_and_digest(target, self.board.payload[buffer, part.offset : part.end])
+
+    def _compare(self, found: np.ndarray, buffer: int, version: int) -> None:
+        damaged = set(np.flatnonzero(found != self.board.digests[buffer]).tolist())
+        names = [name for name, parts in self.board.plan.parts.items() if any(part.index in damaged for part in parts)]
+        if names:
+            raise RuntimeError(f"rank {self.rank}: weights of version {version} arrived damaged: {_list(names)}")
+
+    def _sleep_until(self, deadline: float, what: str) -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {self.rank} waited {self.timeout_s:g} s for {what}")
+        time.sleep(_POLL_S)
+
+
+class _Broadcasts:
+    """Payload through a process group: parts gather in a bucket that travels when it is full. Without a group it only digests."""
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup | None, source: int | None):
+        self.plan, self.group, self.source = plan, group, source
+        self.bucket = torch.empty(plan.bucket_bytes, dtype=torch.uint8)
+
+    def send(self, part: Part, source: np.ndarray) -> int:
+        start, stop = self.plan.buckets[part.bucket]
+        digest = copy_and_digest(self.bucket.numpy()[part.offset - start : part.end - start], source)
+        if part.end == stop and self.group is not None:
+            self._broadcast(part.bucket)
+        return digest
+
+    def fetch(self, part: Part, target: np.ndarray) -> int:
+        start, _ = self.plan.buckets[part.bucket]
+        if part.offset == start:
+            self._broadcast(part.bucket)
+        return copy_and_digest(target, self.bucket.numpy()[part.offset - start : part.end - start])
+
+    def _broadcast(self, bucket: int) -> None:
+        start, stop = self.plan.buckets[bucket]
+        try:
+            dist.broadcast(self.bucket[: stop - start], self.source, self.group)
+        except RuntimeError as error:
+            ranks, count = dist.get_process_group_ranks(self.group), len(self.plan.buckets)
+            raise RuntimeError(f"weights from rank {self.source} to ranks {ranks}, bucket {bucket + 1} of {count}: {error}") from error
+
+
+def load_into(model: nn.Module, named_tensors: Named) -> None:
+    """Copy full tensors into a model that is not sharded. Raises RuntimeError naming one that is missing, extra or of another shape."""
+    parameters, tensors = dict(model.named_parameters()), dict(named_tensors)
+    _check_same({name: tuple(tensor.shape) for name, tensor in tensors.items()}, parameters, "weights")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+def _check_same(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, torch.Tensor], what: str) -> None:
+    """The tensors that come are exactly the parameters that are there."""
+    common = shapes.keys() & parameters.keys()
+    for fault, names in (
+        ("missing", parameters.keys() - shapes.keys()),
+        ("extra", shapes.keys() - parameters.keys()),
+        ("of another shape", {name for name in common if shapes[name] != tuple(parameters[name].shape)}),
+    ):
+        if names:
+            raise RuntimeError(f"{what}: {fault}: {_list(sorted(names))}")
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    """uint8 view of a float32 tensor on the CPU."""
+    assert tensor.dtype == torch.float32 and tensor.is_contiguous(), (tensor.dtype, tensor.shape, tensor.stride())
+    return tensor.detach().flatten().view(torch.uint8).numpy()
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _aligned(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to

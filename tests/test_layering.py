@@ -22,11 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # line without a cycle.
 LAYERS = (
     "kernels",
-    "schema config guard rundir digest assets",
+    "schema config guard rundir digest shm",
     "topology numerics metrics pacing",
     "tasks model",
     "engine advantage ring pack loss optim report",
-    "weights checkpoint",
+    "weights checkpoint assets",
     "rollout",
     "train",
 )

@@ -14,7 +14,8 @@ import torch
 from kernels.attention import ref
 from kernels.cpu.loader import load
 
-CHUNK_SCORES = 1 << 23  # scores held at a time in the backward: 32 MiB
+CHUNK = 128  # queries of one step of the backward: keys after the last of them are skipped
+CHUNK_SCORES = 1 << 23  # and at most this many scores: 32 MiB
 
 
 def packed_attention(
@@ -85,7 +86,7 @@ class _PackedAttention(torch.autograd.Function):
         delta_TN = (grad_TNH * out_TNH).sum(-1)
         grad_q, grad_k, grad_v = torch.empty_like(q_TNH), torch.zeros_like(k_TKH), torch.zeros_like(v_TKH)
         for begin, end in zip(ctx.cu_seqlens, ctx.cu_seqlens[1:], strict=False):
-            step = max(16, CHUNK_SCORES // (num_heads * max(1, end - begin)))
+            step = max(1, min(CHUNK, CHUNK_SCORES // (num_heads * max(1, end - begin))))
             for start in range(begin, end, step):
                 rows, keys = slice(start, min(start + step, end)), slice(begin, min(start + step, end))
                 chunk = _backward_chunk(
@@ -108,12 +109,11 @@ def _by_kv_head(x_QNH: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 def _backward_chunk(q_KGQH, grad_KGQH, lse_KGQ1, delta_KGQ1, k_KJH, v_KJH, scale):
     """Gradients of the last Q of J positions: (q [K, G, Q, H], k [K, J, H], v [K, J, H])."""
     group, num_queries = q_KGQH.shape[1:3]
-    num_keys = k_KJH.shape[1]
-    future_QJ = torch.ones(num_queries, num_keys, dtype=torch.bool).triu(1 + num_keys - num_queries)
-    q, grad, lse, delta = (x.reshape(len(x), group * num_queries, -1) for x in (q_KGQH, grad_KGQH, lse_KGQ1, delta_KGQ1))
-    score = torch.bmm(q, k_KJH.transpose(1, 2)).mul_(scale).sub_(lse)
-    p = score.unflatten(1, (group, num_queries)).masked_fill_(future_QJ, -torch.inf).flatten(1, 2).exp_()
-    grad_v = torch.bmm(p.transpose(1, 2), grad)
-    grad_score = torch.bmm(grad, v_KJH.transpose(1, 2)).sub_(delta).mul_(p).mul_(scale)
-    grad_q = torch.bmm(grad_score, k_KJH).unflatten(1, (group, num_queries))
-    return grad_q, torch.bmm(grad_score.transpose(1, 2), q), grad_v
+    q, grad, lse, delta = (x.flatten(1, 2) for x in (q_KGQH * scale, grad_KGQH, lse_KGQ1, delta_KGQ1))
+    p = torch.baddbmm(-lse, q, k_KJH.mT)
+    future_QQ = torch.ones(num_queries, num_queries, dtype=torch.bool).triu(1)
+    p.unflatten(1, (group, num_queries))[..., -num_queries:].masked_fill_(future_QQ, -torch.inf)
+    p.exp_()
+    grad_score = torch.baddbmm(-delta, grad, v_KJH.mT).mul_(p)
+    grad_q = torch.bmm(grad_score, k_KJH).mul_(scale)
+    return grad_q.unflatten(1, (group, num_queries)), torch.bmm(grad_score.mT, q), torch.bmm(p.mT, grad)

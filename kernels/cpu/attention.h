@@ -34,32 +34,39 @@ struct AttendScratch {
     float top[TILE * TILES], total[TILE * TILES];
 };
 
-// Scores of R rows against a page: s[r][j] = q[r] . k[j], a chain over the head dim.
-template <int R>
+// Scores of R rows against C vectors of keys: s[r][j] = q[r] . k[j], a chain over the head dim.
+template <int R, int C>
 INLINE void scores(const float* q, long stride, const float* k, long head_dim, float* s) {
-    for (long j = 0; j < PAGE; j += COLUMNS * LANES) {
-        V acc[R][COLUMNS];
-        UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < COLUMNS; ++c) acc[r][c] = set1(0.0f);
-        chain<R, COLUMNS>(q, stride, k + j, PAGE, LANES, head_dim, acc);
-        UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < COLUMNS; ++c) store(s + r * PAGE + j + c * LANES, acc[r][c]);
-    }
+    V acc[R][C];
+    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) acc[r][c] = set1(0.0f);
+    chain<R, C>(q, stride, k, PAGE, LANES, head_dim, acc);
+    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) store(s + r * PAGE + c * LANES, acc[r][c]);
 }
 
-// One step of the online softmax for one row: s becomes the weights of the first `valid` keys (exactly 0 for the others); returns the
-// factor for what was accumulated before. A row with no valid key is left as it was: the factor is 1 and the weights 0.
-INLINE float softmax_step(float* s, long valid, float& top, float& total) {
-    V x[PAGE / LANES];
-    UNROLL for (int c = 0; c < 4; ++c) x[c] = first(load(s + c * LANES), valid - c * LANES, -INFINITY);
-    const float new_top = std::max(top, max_of(max(max(x[0], x[1]), max(x[2], x[3]))));
-    alignas(64) float alpha[LANES];
-    store(alpha, exp(set1(top - new_top)));
-    UNROLL for (int c = 0; c < 4; ++c) {
-        x[c] = exp(sub(x[c], set1(new_top)));
-        store(s + c * LANES, x[c]);
+// One step of the online softmax for R rows: s becomes the weights of the first valid[r] keys (exactly 0 for the others), alpha the factor
+// for what was accumulated before. A row with no valid key is left as it was: the factor is 1 and the weights 0.
+template <int R>
+INLINE void softmax_step(float* s, const long* valid, float* top, float* total, float* alpha) {
+    alignas(64) float drop[LANES] = {};
+    UNROLL for (int r = 0; r < R; ++r) {
+        V x[4];
+        UNROLL for (int c = 0; c < 4; ++c) {
+            x[c] = load(s + r * PAGE + c * LANES);
+            if (valid[r] < PAGE) store(s + r * PAGE + c * LANES, x[c] = first(x[c], valid[r] - c * LANES, -INFINITY));
+        }
+        const float new_top = std::max(top[r], max_of(max(max(x[0], x[1]), max(x[2], x[3]))));
+        drop[r] = top[r] - new_top;
+        top[r] = new_top;
     }
-    total = total * alpha[0] + sum(add(add(x[0], x[1]), add(x[2], x[3])));
-    top = new_top;
-    return alpha[0];
+    store(alpha, exp(load(drop)));
+    UNROLL for (int r = 0; r < R; ++r) {
+        V x[4];
+        UNROLL for (int c = 0; c < 4; ++c) {
+            x[c] = exp(sub(load(s + r * PAGE + c * LANES), set1(top[r])));
+            store(s + r * PAGE + c * LANES, x[c]);
+        }
+        total[r] = total[r] * alpha[r] + sum(add(add(x[0], x[1]), add(x[2], x[3])));
+    }
 }
 
 // o[r] = o[r] * alpha[r] + sum over the first `keys` of p[r][j] * v[j], for C vectors of the head dim.
@@ -83,11 +90,13 @@ INLINE void values_of_rows(const float* p, const float* v, long head_dim, long k
 template <int R>
 void attend_tile(const float* q, float* o, float* top, float* total, long stride, const float* k, const float* v, long head_dim,
                  const long* valid) {
-    alignas(64) float s[TILE * PAGE];
-    float alpha[TILE];
+    alignas(64) float s[TILE * PAGE], alpha[LANES];
     constexpr float one[1] = {1.0f};
-    scores<R>(q, stride, k, head_dim, s);
-    for (int r = 0; r < R; ++r) alpha[r] = softmax_step(s + r * PAGE, valid[r], top[r], total[r]);
+    const long seen = *std::max_element(valid, valid + R);  // no score is computed far past it
+    long j = 0;
+    for (; j + COLUMNS * LANES <= seen; j += COLUMNS * LANES) scores<R, COLUMNS>(q, stride, k + j, head_dim, s + j);
+    for (; j < seen; j += LANES) scores<R, 1>(q, stride, k + j, head_dim, s + j);
+    softmax_step<R>(s, valid, top, total, alpha);
     const long common = *std::min_element(valid, valid + R);
     values_of_rows<R>(s, v, head_dim, common, alpha, o, stride);
     for (int r = 0; r < R; ++r) {
@@ -103,30 +112,32 @@ constexpr AttendTile ATTEND_TILES[TILE + 1] = {nullptr,        attend_tile<1>, a
 inline void attend(const Attention& p, const Sequence& sequence, long kv_head, long row0, long row1, AttendScratch& scratch) {
     const long head_dim = p.head_dim, count = row1 - row0, group = p.num_heads / p.num_kv_heads;
     const long stride = (head_dim + LANES - 1) / LANES * LANES + LANES;  // not a power of two: rows spread over the cache's sets
-    const auto position = [&](long r) { return sequence.first_position + (row0 + r) / group; };
-    const auto output = [&](long r) { return (sequence.first_token + (row0 + r) / group) * p.num_heads + kv_head * group + (row0 + r) % group; };
+    long position[TILE * TILES], output[TILE * TILES];  // of each row: in the sequence, and in q, out and lse
     scratch.q.resize(count * stride);
     scratch.o.assign(count * stride, 0.0f);
     for (long r = 0; r < count; ++r) {
-        const float* q = p.q + output(r) * head_dim;
+        const long token = (row0 + r) / group, head = (row0 + r) % group;
+        position[r] = sequence.first_position + token;
+        output[r] = (sequence.first_token + token) * p.num_heads + kv_head * group + head;
+        const float* q = p.q + output[r] * head_dim;
         for (long h = 0; h < head_dim; ++h) scratch.q[r * stride + h] = q[h] * p.scale;
         scratch.top[r] = -INFINITY, scratch.total[r] = 0.0f;
     }
-    for (long block = 0; block <= position(count - 1) / PAGE; ++block) {
-        const long page = ((sequence.table ? sequence.table[block] : block) * p.num_kv_heads + kv_head) * head_dim * PAGE;
+    for (long start = 0; start <= position[count - 1]; start += PAGE) {
+        const long page = ((sequence.table ? sequence.table[start / PAGE] : start / PAGE) * p.num_kv_heads + kv_head) * head_dim * PAGE;
         for (long r = 0; r < count; r += TILE) {
             const long tile = std::min<long>(TILE, count - r);
-            if (position(r + tile - 1) < block * PAGE) continue;
+            if (position[r + tile - 1] < start) continue;
             long valid[TILE];
-            for (long i = 0; i < tile; ++i) valid[i] = std::clamp(position(r + i) + 1 - block * PAGE, 0L, PAGE);
+            for (long i = 0; i < tile; ++i) valid[i] = std::clamp(position[r + i] + 1 - start, 0L, PAGE);
             ATTEND_TILES[tile](&scratch.q[r * stride], &scratch.o[r * stride], scratch.top + r, scratch.total + r, stride, sequence.k + page,
                                sequence.v + page, head_dim, valid);
         }
     }
     for (long r = 0; r < count; ++r) {
         const float total = scratch.total[r];
-        for (long h = 0; h < head_dim; ++h) p.out[output(r) * head_dim + h] = scratch.o[r * stride + h] / total;
-        if (p.lse) p.lse[output(r)] = scratch.top[r] + static_cast<float>(std::log(static_cast<double>(total)));
+        for (long h = 0; h < head_dim; ++h) p.out[output[r] * head_dim + h] = scratch.o[r * stride + h] / total;
+        if (p.lse) p.lse[output[r]] = scratch.top[r] + static_cast<float>(std::log(static_cast<double>(total)));
     }
 }
 

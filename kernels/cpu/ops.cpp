@@ -14,7 +14,9 @@
 
 #include <omp.h>
 
-#include <memory>
+#include <algorithm>
+#include <cmath>
+#include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -26,6 +28,7 @@ EXPORT void pack(const float* weight, int64_t num_out, int64_t num_in, float* pa
 
 EXPORT void linear(const float* x, const float* weight, const float* panels, const float* bias, float* y, int64_t num_rows, int64_t num_out,
                    int64_t num_in, int64_t threads) {
+    if (num_rows == 0) return;
     static thread_local std::vector<float> runs;
     const Linear problem{weight, panels, bias, num_out, num_in, plan_linear(num_rows, num_out, num_in)};
     const long groups = ((num_out + LANES - 1) / LANES + problem.plan.panels - 1) / problem.plan.panels;
@@ -119,8 +122,9 @@ EXPORT int64_t packed_attention(const float* q, const float* k, const float* v, 
         pages += (cu_seqlens[s + 1] - cu_seqlens[s] + PAGE - 1) / PAGE;
     }
     const long page_size = num_kv_heads * head_dim * PAGE;
-    const std::unique_ptr<float[]> buffer(new float[2 * pages * page_size]);
-    float *page_k = buffer.get(), *page_v = page_k + pages * page_size;
+    static thread_local std::vector<float> buffer;  // kept between calls: fresh memory costs a page fault every 4 KiB
+    buffer.resize(std::max<size_t>(buffer.size(), 2 * pages * page_size));
+    float *page_k = buffer.data(), *page_v = page_k + pages * page_size;
     std::vector<Sequence> sequences;
     for (long s = 0; s < num_sequences; ++s) {
         const long length = cu_seqlens[s + 1] - cu_seqlens[s];

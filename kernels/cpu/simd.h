@@ -26,20 +26,13 @@ INLINE V div(V a, V b) { return {_mm512_div_ps(a.x, b.x)}; }
 INLINE V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
 INLINE V max(V a, V b) { return {_mm512_max_ps(a.x, b.x)}; }  // b where either is NaN
 INLINE V min(V a, V b) { return {_mm512_min_ps(a.x, b.x)}; }
-INLINE V round(V a) { return {_mm512_roundscale_ps(a.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 INLINE V zero_below(V x, float limit, V a) {  // x < limit ? 0 : a
     return {_mm512_mask_mov_ps(a.x, _mm512_cmp_ps_mask(x.x, _mm512_set1_ps(limit), _CMP_LT_OQ), _mm512_setzero_ps())};
 }
 INLINE V first(V a, long n, float rest) {  // lanes below n, `rest` in the others
     return {_mm512_mask_mov_ps(_mm512_set1_ps(rest), n >= 16 ? 0xFFFF : n <= 0 ? 0 : (1 << n) - 1, a.x)};
 }
-INLINE V scale_by_power_of_2(V a, V n) {  // in two steps, because 2^128 is not a float
-    const __m512i i = _mm512_cvtps_epi32(n.x), half = _mm512_srai_epi32(i, 1), rest = _mm512_sub_epi32(i, half);
-    const __m512i bias = _mm512_set1_epi32(127);
-    const __m512 p = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(half, bias), 23));
-    const __m512 q = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(rest, bias), 23));
-    return {_mm512_mul_ps(_mm512_mul_ps(a.x, p), q)};
-}
+INLINE V scale_by_power_of_2(V a, V n) { return {_mm512_scalef_ps(a.x, n.x)}; }
 INLINE __m256 low(V a) { return _mm512_castps512_ps256(a.x); }
 INLINE __m256 high(V a) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.x), 1)); }
 INLINE V load8(const float* p) { return {_mm512_maskz_loadu_ps(0xFF, p)}; }
@@ -59,10 +52,6 @@ INLINE V div(V a, V b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, 
 INLINE V fma(V a, V b, V c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
 INLINE V max(V a, V b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }  // b where either is NaN
 INLINE V min(V a, V b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
-INLINE V round(V a) {
-    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    return {_mm256_round_ps(a.lo, mode), _mm256_round_ps(a.hi, mode)};
-}
 INLINE V zero_below(V x, float limit, V a) {  // x < limit ? 0 : a
     const __m256 l = _mm256_set1_ps(limit);
     return {_mm256_andnot_ps(_mm256_cmp_ps(x.lo, l, _CMP_LT_OQ), a.lo), _mm256_andnot_ps(_mm256_cmp_ps(x.hi, l, _CMP_LT_OQ), a.hi)};
@@ -73,14 +62,14 @@ INLINE V first(V a, long n, float rest) {  // lanes below n, `rest` in the other
     const __m256 keep_hi = _mm256_cmp_ps(lane, _mm256_set1_ps(static_cast<float>(n - 8)), _CMP_LT_OQ);
     return {_mm256_blendv_ps(r, a.lo, keep_lo), _mm256_blendv_ps(r, a.hi, keep_hi)};
 }
-INLINE __m256 scale_half(__m256 a, __m256 n) {
+INLINE __m256 scale_half(__m256 a, __m256 n) {  // in two steps, because 2^128 is not a float
     const __m256i i = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(i, 1), rest = _mm256_sub_epi32(i, half);
     const __m256i bias = _mm256_set1_epi32(127);
     const __m256 p = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
     const __m256 q = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
     return _mm256_mul_ps(_mm256_mul_ps(a, p), q);
 }
-INLINE V scale_by_power_of_2(V a, V n) { return {scale_half(a.lo, n.lo), scale_half(a.hi, n.hi)}; }  // in two steps: 2^128 is not a float
+INLINE V scale_by_power_of_2(V a, V n) { return {scale_half(a.lo, n.lo), scale_half(a.hi, n.hi)}; }
 INLINE __m256 low(V a) { return a.lo; }
 INLINE __m256 high(V a) { return a.hi; }
 INLINE V load8(const float* p) { return {_mm256_loadu_ps(p), _mm256_setzero_ps()}; }
@@ -124,9 +113,10 @@ INLINE double sum_double(V a) {
 // e^x within 2 ulp: x = n ln 2 + r, Taylor to degree 7 on |r| <= ln 2 / 2 (remainder 5e-9). exp(0) is 1. Results that would be subnormal
 // are 0, so that flush-to-zero modes change nothing. NaN stays NaN.
 INLINE V exp(V x) {
-    const V clamped = min(set1(89.0f), max(set1(-104.0f), x));
-    const V n = round(mul(clamped, set1(1.44269504f)));
-    const V r = fma(n, set1(1.90465421e-9f), fma(n, set1(-0.693147182f), clamped));  // ln 2 in two parts
+    const V shift = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const V a = min(set1(89.0f), x);
+    const V n = sub(fma(a, set1(1.44269504f), shift), shift);
+    const V r = fma(n, set1(1.90465421e-9f), fma(n, set1(-0.693147182f), a));  // ln 2 in two parts
     V p = set1(1.0f / 5040);
     p = fma(p, r, set1(1.0f / 720));
     p = fma(p, r, set1(1.0f / 120));

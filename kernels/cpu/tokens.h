@@ -10,7 +10,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <numeric>
 #include <vector>
 
 struct Sampling {
@@ -21,6 +20,8 @@ struct Sampling {
 struct TokenRow {
     std::vector<float> z, e;     // the vocabulary, padded to full vectors with -inf and 0
     std::vector<double> blocks;  // sums of e over 16 tokens
+    std::vector<uint64_t> keys;  // candidates of the truncation
+    std::vector<float> kept_z;
     float largest;
     double total, weighted;  // sums of e and of e * (z - largest)
 };
@@ -50,37 +51,56 @@ INLINE void weigh_row(TokenRow& s) {
     }
 }
 
+// Sorts like (z descending, id ascending).
+INLINE uint64_t order_key(float z, int64_t id) {
+    uint32_t bits;
+    const float positive_zero = z + 0.0f;  // -0 and 0 are equal
+    std::memcpy(&bits, &positive_zero, sizeof bits);
+    const uint32_t descending = bits >> 31 ? bits : ~bits & 0x7FFFFFFFu;
+    return static_cast<uint64_t>(descending) << 32 | static_cast<uint64_t>(id);
+}
+
 // Sets z to -inf outside the kept set: the top_k largest, and of these the fewest whose float64 weight, added up from the largest, reaches
 // top_p of their total. The lower id wins among equals; the largest and `target` (if >= 0) are always kept.
 inline void truncate_row(TokenRow& s, long vocab, const Sampling& sampling, int64_t target) {
-    const auto larger = [&](int32_t a, int32_t b) { return s.z[a] > s.z[b] || (s.z[a] == s.z[b] && a < b); };
-    std::vector<int32_t> ids;
+    const bool top_k = sampling.top_k > 0 && sampling.top_k < vocab;
+    // Without top-k: tokens lighter than this weigh less than (1 - top_p) / 2 together, so none is in the smallest set that reaches top_p.
+    const double least = top_k ? 0.0 : 0.5 * (1.0 - sampling.top_p) * s.total / static_cast<double>(vocab);
+    s.keys.resize(vocab);
+    size_t candidates = 0;
+    for (long id = 0; id < vocab; ++id) {  // without a branch that would be mispredicted
+        s.keys[candidates] = order_key(s.z[id], id);
+        candidates += s.e[id] >= least;
+    }
+    s.keys.resize(candidates);
+    size_t sorted = 0;
+    const auto sort_up_to = [&](size_t count) {  // the `count` first keys, in order
+        if (count < s.keys.size()) std::nth_element(s.keys.begin() + sorted, s.keys.begin() + count, s.keys.end());
+        std::sort(s.keys.begin() + sorted, s.keys.begin() + count);
+        sorted = count;
+    };
+    const auto weight = [&](size_t i) { return s.e[s.keys[i] & 0xFFFFFFFFu]; };
     double total = s.total;
-    if (sampling.top_k > 0 && sampling.top_k < vocab) {
-        ids.resize(vocab);
-        std::iota(ids.begin(), ids.end(), 0);
-        std::partial_sort(ids.begin(), ids.begin() + sampling.top_k, ids.end(), larger);
-        ids.resize(sampling.top_k);
+    if (top_k) {
+        sort_up_to(sampling.top_k);
+        s.keys.resize(sampling.top_k);
         total = 0.0;
-        for (const int32_t id : ids) total += s.e[id];
-    } else {
-        // Tokens lighter than this weigh less than (1 - top_p) / 2 together: none of them is in the smallest set that reaches top_p.
-        const double least = 0.5 * (1.0 - sampling.top_p) * total / static_cast<double>(vocab);
-        for (long i = 0; i < vocab; ++i) {
-            if (s.e[i] >= least) ids.push_back(static_cast<int32_t>(i));
+        for (size_t i = 0; i < sorted; ++i) total += weight(i);
+    }
+    size_t kept = s.keys.size();
+    if (sampling.top_p < 1.0f) {
+        double before = 0.0;
+        for (kept = 0; kept < s.keys.size() && (kept == 0 || before < sampling.top_p * total); ++kept) {
+            if (kept == sorted) sort_up_to(std::min(s.keys.size(), std::max<size_t>(64, 4 * sorted)));
+            before += weight(kept);
         }
-        std::sort(ids.begin(), ids.end(), larger);
     }
-    std::vector<std::pair<int32_t, float>> kept;
-    double before = 0.0;
-    for (const int32_t id : ids) {
-        if (sampling.top_p < 1.0f && !kept.empty() && before >= sampling.top_p * total) break;
-        kept.emplace_back(id, s.z[id]);
-        before += s.e[id];
-    }
-    if (target >= 0) kept.emplace_back(static_cast<int32_t>(target), s.z[target]);
+    s.kept_z.clear();
+    for (size_t i = 0; i < kept; ++i) s.kept_z.push_back(s.z[s.keys[i] & 0xFFFFFFFFu]);
+    const float target_z = target >= 0 ? s.z[target] : 0.0f;
     std::fill(s.z.begin(), s.z.end(), -INFINITY);
-    for (const auto& [id, z] : kept) s.z[id] = z;
+    for (size_t i = 0; i < kept; ++i) s.z[s.keys[i] & 0xFFFFFFFFu] = s.kept_z[i];
+    if (target >= 0) s.z[target] = target_z;
 }
 
 // The first token, in vocabulary order, whose cumulative weight exceeds uniform * total. Where rounding keeps the sum from passing that

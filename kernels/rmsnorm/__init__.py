@@ -18,10 +18,10 @@ def rmsnorm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor
 def _forward(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     dim = x.shape[-1]
     assert weight_D.shape == (dim,) and x.dtype is torch.float32 is weight_D.dtype, (x.shape, x.dtype, weight_D.shape, weight_D.dtype)
+    x, weight_D = x.contiguous(), weight_D.contiguous()
     lib = load()
     if lib is None:
-        return ref.rmsnorm(x.reshape(-1, dim), weight_D, eps).view(x.shape)
-    x, weight_D = x.contiguous(), weight_D.contiguous()
+        return ref.rmsnorm(x.view(-1, dim), weight_D, eps).view(x.shape)
     y = torch.empty_like(x)
     lib.rmsnorm(x.data_ptr(), weight_D.data_ptr(), eps, y.data_ptr(), x.numel() // dim, dim)
     return y

@@ -7,12 +7,10 @@ set -euo pipefail
 launch=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 exec "$launch/run.sh" \
-  --model "${MODEL:-$launch/../models/SmolLM2-135M-Instruct}" \
+  --model "${MODEL:-$launch/../models/smollm2-135m}" \
   --task arithmetic \
   --steps 60 \
   --prompts-per-step 8 \
-  --samples-per-prompt 8 \
-  --max-new-tokens 16 \
   --max-context 128 \
   --lr 1e-5 \
   --micro-batch-tokens 2048 \

@@ -1,4 +1,4 @@
-"""Files shipped with the code. `TINY` is the embedded policy: a 0.34 M parameter checkpoint in Hugging Face layout, made by `tiny_sft.py`."""
+"""Files shipped with the code. `TINY` is the embedded policy: 0.34 M parameters in Hugging Face layout, made by `tiny_sft.py`."""
 
 from pathlib import Path
 

@@ -68,9 +68,9 @@ class Engine:
     def add(self, request: Request) -> int:
         """Queue a request. Returns its number, which its Completion carries. ValueError when it can never be served."""
         self._check(request)
-        tokens, strings = np.array(request.tokens, np.int64), request.params.stop_strings
-        number, self._added = self._added, self._added + 1
-        sequence = Sequence(request, number, tokens.tobytes(), tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
+        number, strings = self._added, request.params.stop_strings
+        self._added += 1
+        sequence = Sequence.of(request, number)
         sequence.stop_strings = StopStrings(self.tokenizer, strings) if strings else None
         self.scheduler.add(sequence)
         return number
@@ -93,7 +93,7 @@ class Engine:
             )
         if params.stop_strings and self.tokenizer is None:
             raise ValueError(f"{name}: stop strings need a tokenizer")
-        low, high, vocabulary = int(min(request.tokens)), int(max(request.tokens)), self.model.config.vocab_size
+        low, high, vocabulary = int(request.tokens.min()), int(request.tokens.max()), self.model.config.vocab_size
         if low < 0 or high >= vocabulary:
             raise ValueError(f"{name}: token ids {low}..{high} of the prompt are outside the model's vocabulary of {vocabulary}")
 
@@ -187,18 +187,20 @@ class Engine:
         return [self._finish(int(lanes_M[i]), STOP if stopped_M[i] else LENGTH) for i in np.flatnonzero(ended_M)]
 
     def _finish(self, lane: int, reason: int) -> Completion:
-        sequence = self.scheduler.finish(lane)
+        sequence = self.scheduler.leave(lane)
         request, params, prompt = sequence.request, sequence.request.params, sequence.prompt
         mask, version_M = np.ones(len(sequence.tokens), np.uint8), sequence.version[prompt:]
         mask[:prompt] = 0
-        starts = np.flatnonzero(np.diff(version_M, prepend=version_M[0] - 1))
+        runs = [(version_M[0], len(version_M))]
+        if version_M[-1] != version_M[0]:  # versions only go up
+            runs = list(zip(*np.unique(version_M, return_counts=True), strict=True))
         trajectory = Trajectory(
             group=request.group,
             sample=request.sample,
             tokens=sequence.tokens.astype(np.int32),
             loss_mask=mask,
             logp_roll=sequence.logp,
-            version=np.stack([version_M[starts], np.diff(starts, append=len(version_M))], axis=1).astype(np.int32),
+            version=np.array(runs, np.int32),
             turns=np.array([prompt, len(version_M)], np.int32),
             finish=reason,
             cached=sequence.cached,

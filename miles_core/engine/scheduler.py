@@ -60,7 +60,7 @@ class Plan:
 
 
 class Scheduler:
-    """Waiting and running sequences. `schedule`, then the forward, then `complete`; `finish` for those that ended."""
+    """Waiting and running sequences. `schedule`, then the forward, then `complete`; `leave` for those that ended."""
 
     def __init__(self, table: Table, pool: PagePool, max_batch_tokens: int, counters: Counters, version: int):
         self.table, self.pool, self.max_batch_tokens, self.counters, self.version = table, pool, max_batch_tokens, counters, version
@@ -68,6 +68,7 @@ class Scheduler:
         self.running: list[int] = []  # lanes, by number
         self.free_lanes = list(range(table.lanes))[::-1]
         self.leaders: dict[bytes, int] = {}  # prompt -> the lane that is computing it now
+        self.reserve = 0  # pages that `_admit` leaves: see there
         self.plan = Plan(np.empty(0, np.int64), np.empty(0, np.int64))
 
     def add(self, sequence: Sequence) -> None:
@@ -107,9 +108,13 @@ class Scheduler:
         for copy in self.plan.copies:
             self.pool.release([copy.source])
 
-    def finish(self, lane: int) -> Sequence:
-        """The sequence in this lane has ended."""
-        return self._leave(lane)
+    def leave(self, lane: int) -> Sequence:
+        """Take a sequence out of its lane, because it has ended or must wait; its pages stay in the tree until their space is needed."""
+        self._stop_leading(lane)
+        self.pool.release(self.table.pages[lane, : self.table.num_pages[lane]].tolist())
+        self.running.remove(lane)
+        self.free_lanes.append(lane)
+        return self.table.save(lane)
 
     def set_version(self, version: int, recompute: bool) -> None:
         """New weights are in place: see Engine.set_version."""
@@ -141,12 +146,14 @@ class Scheduler:
                 self._set_pages(lane, self._allocate(1), int(table.num_pages[lane]))
 
     def _admit(self, budget: int, counts: dict[int, int]) -> None:
-        at = 0
+        table, at = self.table, 0
+        # each sequence that may yet want a page is left room for one, or newcomers would soon be preempted for its sake
+        self.reserve = int((table.num_pages[self.running] * PAGE < table.limit[self.running] - 1).sum())
         while at < len(self.waiting) and self.free_lanes:
             sequence = self.waiting[at]
             leader = self.leaders.get(sequence.key)
             if leader is not None:
-                done = self.table.computed[leader] + counts.get(leader, 0) >= sequence.prompt
+                done = table.computed[leader] + counts.get(leader, 0) >= sequence.prompt
                 if not (done and sequence.untouched):
                     at += 1  # comes in when its sibling's pages can be found in the tree
                     continue
@@ -165,7 +172,7 @@ class Scheduler:
         pages, source, count = pool.match(self.version, sequence.tokens, sequence.prompt)
         new = -(-length // PAGE) - len(pages)
         pool.share(pages)
-        spare = pool.available - new - self._growing()
+        spare = pool.available - new - self.reserve
         if spare < 0:
             pool.release(pages)
             return None
@@ -185,7 +192,7 @@ class Scheduler:
     def _fork(self, sequence: Sequence, leader: int) -> bool:
         """Bring in a sibling of `leader`, whose prompt is complete after this step: nothing is left to compute but its first token."""
         whole, tail = divmod(sequence.prompt, PAGE)
-        if self.pool.available < bool(tail) + self._growing():
+        if self.pool.available < bool(tail) + self.reserve:
             return False
         source = int(self.table.pages[leader, whole]) if tail else ROOT
         pages = self.table.pages[leader, :whole].tolist()
@@ -195,10 +202,6 @@ class Scheduler:
         self.plan.forks.append(Fork(lane, leader, Copy(source, fresh[0], tail) if tail else None))
         return True
 
-    def _growing(self) -> int:
-        """Running sequences that may want another page: each is left room for one, or newcomers would soon be preempted for its sake."""
-        return int((self.table.num_pages[self.running] * PAGE < self.table.limit[self.running] - 1).sum())
-
     def _enter(self, sequence: Sequence, pages: list[int], computed: int) -> int:
         """Put a sequence with its pages into a free lane."""
         table, lane = self.table, self.free_lanes.pop()
@@ -206,6 +209,7 @@ class Scheduler:
         self._set_pages(lane, pages, 0)
         table.shared[lane], table.computed[lane], table.kv_version[lane] = 0, computed, self.version
         table.reached[lane] = max(computed, sequence.reached)
+        self.reserve += len(pages) * PAGE < sequence.limit - 1
         if sequence.cached < 0:
             sequence.cached = min(computed, sequence.prompt)
             self.counters.prompt_tokens_cached += sequence.cached
@@ -252,13 +256,5 @@ class Scheduler:
         if self.leaders.get(key) == lane:
             del self.leaders[key]
 
-    def _leave(self, lane: int) -> Sequence:
-        self._stop_leading(lane)
-        self.pool.release(self.table.pages[lane, : self.table.num_pages[lane]].tolist())
-        self.running.remove(lane)
-        self.free_lanes.append(lane)
-        return self.table.save(lane)
-
     def _wait_again(self, lane: int) -> None:
-        """Send a running sequence back to wait for its turn; its pages stay in the tree until their space is needed."""
-        bisect.insort(self.waiting, self._leave(lane), key=lambda sequence: sequence.number)
+        bisect.insort(self.waiting, self.leave(lane), key=lambda sequence: sequence.number)

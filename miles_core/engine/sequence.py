@@ -69,9 +69,19 @@ class Sequence:
     cached: int = -1  # prompt tokens it never had to compute; -1 until it first runs
     stop_strings: StopStrings | None = None
 
+    @classmethod
+    def of(cls, request: Request, number: int) -> Sequence:
+        tokens = request.tokens.astype(np.int64)
+        return cls(request, number, tokens.tobytes(), tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
+
     @property
     def prompt(self) -> int:
         return len(self.request.tokens)
+
+    @property
+    def limit(self) -> int:
+        """Length at which it ends."""
+        return self.prompt + self.request.params.max_new_tokens
 
     @property
     def untouched(self) -> bool:
@@ -120,7 +130,7 @@ class Table:
         self.computed = np.zeros(self.lanes, np.int64)  # of these, how many have their KV in the pages
         self.reached = np.zeros(self.lanes, np.int64)
         self.prompt = np.zeros(self.lanes, np.int64)
-        self.limit = np.zeros(self.lanes, np.int64)  # length at which it ends
+        self.limit = np.zeros(self.lanes, np.int64)
         self.kv_version = np.zeros(self.lanes, np.int64)  # the weights that computed its pages, or MIXED
         self.group, self.sample = np.zeros(self.lanes, np.int64), np.zeros(self.lanes, np.int64)
         self.temperature, self.top_p = np.zeros(self.lanes, np.float32), np.zeros(self.lanes, np.float32)
@@ -134,7 +144,7 @@ class Table:
         request, params, length = sequence.request, sequence.request.params, len(sequence.tokens)
         self.sequences[lane] = sequence
         self.tokens[lane, :length], self.logp[lane, :length], self.version[lane, :length] = sequence.tokens, sequence.logp, sequence.version
-        self.length[lane], self.prompt[lane], self.limit[lane] = length, sequence.prompt, sequence.prompt + params.max_new_tokens
+        self.length[lane], self.prompt[lane], self.limit[lane] = length, sequence.prompt, sequence.limit
         self.reached[lane] = sequence.reached
         self.group[lane], self.sample[lane] = request.group, request.sample
         self.temperature[lane], self.top_p[lane], self.top_k[lane] = params.temperature, params.top_p, params.top_k

@@ -112,7 +112,7 @@ def _refuse_unsupported(raw: dict, rope: dict, c: ModelConfig, model_dir: Path) 
         (partial != 1.0, f"partial_rotary_factor {partial} is not supported; the whole head must turn"),
         ("quantization_config" in raw, "quantised weights are not supported; give a float32, bfloat16 or float16 checkpoint"),
         (c.num_heads % c.num_kv_heads, f"{c.num_heads} attention heads are no multiple of {c.num_kv_heads} key/value heads"),
-        (c.head_dim % 2, f"head_dim {c.head_dim} must be even"),
+        (c.head_dim % 8, f"head_dim {c.head_dim} is no multiple of 8, which the attention kernel needs"),
     ):
         if refused:
             raise ValueError(f"{model_dir}: {what}")
@@ -167,14 +167,12 @@ def load(model_dir: Path) -> Transformer:
             else:
                 tied_head = tensor  # check_weights let no other name pass
     if tied_head is not None and not torch.equal(tied_head.float(), parameters["embed_tokens.weight"]):
-        raise ValueError(
-            f"{model_dir}: config.json ties the embeddings, but lm_head.weight differs from embed_tokens.weight; set tie_word_embeddings to false"
-        )
+        raise ValueError(f"{model_dir}: lm_head.weight differs from the embeddings it is tied to; set tie_word_embeddings to false")
     return model
 
 
 def check_weights(model_dir: Path, config: ModelConfig) -> None:
-    """Expected tensors = tensors in the files, by name, shape and dtype. Reads headers only. ValueError names the first five that differ."""
+    """Expected tensors = tensors in the files, by name, shape and dtype. Reads headers only. ValueError names five that differ."""
     expected = expected_shapes(config)
     found: dict[str, tuple[int, ...]] = {}
     unreadable: set[str] = set()
@@ -286,7 +284,9 @@ def _save_tensors(path: Path, config: ModelConfig, tensors: Iterable[tuple[str, 
 
 
 def _save_shard(path: Path, index: int, shard: dict[str, torch.Tensor]) -> list[str]:
-    save_file(shard, path / f"model-{index + 1:05d}.safetensors", metadata={"format": "pt"})
+    file = path / f"model-{index + 1:05d}.safetensors"
+    save_file(shard, file, metadata={"format": "pt"})
+    shutil.copymode(path / "config.json", file)  # safetensors makes it readable to its owner only
     return list(shard)
 
 
@@ -295,10 +295,12 @@ def _save_shard(path: Path, index: int, shard: dict[str, torch.Tensor]) -> list[
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
     """The tokenizer of a model directory, through transformers. ValueError if there is none that loads."""
+    if not any((model_dir / name).exists() for name in _TOKENIZER_FILES):
+        raise ValueError(f"{model_dir}: no tokenizer: it has none of {', '.join(_TOKENIZER_FILES)}")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ValueError(f"transformers cannot be imported ({error}); if the package `kernels` is installed, pip uninstall it: ours has its name") from error
+        raise ValueError(f"transformers fails ({error}); uninstall the package `kernels` if you have it: ours has its name") from error
     try:
         return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -313,7 +315,7 @@ def load_stop_ids(model_dir: Path, tokenizer: Tokenizer | None = None) -> tuple[
         eos = _read_json(model_dir / name).get("eos_token_id") if (model_dir / name).exists() else None
         ids |= {eos} if isinstance(eos, int) else set(eos or ())
     if not ids:
-        raise ValueError(f"{model_dir}: no end-of-sequence token, so no answer could end; name one as eos_token_id in generation_config.json")
+        raise ValueError(f"{model_dir}: no end-of-sequence token, so no answer could end; set eos_token_id in generation_config.json")
     return tuple(sorted(ids))
 
 

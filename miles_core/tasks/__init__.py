@@ -13,7 +13,6 @@ and may take `eval_data` (the value of --eval-data) as a third argument. `sort.p
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.util
 import inspect
@@ -21,13 +20,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from miles_core.tasks import arithmetic, gsm8k, reasoning_gym, sort
-from miles_core.tasks.base import SPLITS, Task
+from miles_core.tasks.base import SPLITS, Task, one_user_turn, unknown
 
 if TYPE_CHECKING:
     from miles_core.schema import Prompt
 
-__all__ = ["SPLITS", "Task", "load", "make_prompt"]
+__all__ = ["SPLITS", "Task", "encode", "load", "make_prompt", "user_prompt"]
 _TASKS = {"sort": sort.task, "arithmetic": arithmetic.task, "gsm8k": gsm8k.task}
 _GYM = "reasoning-gym:"
 
@@ -41,9 +42,7 @@ def load(name: str, seed: int, data: str = "", eval_data: str = "") -> Task:
         return reasoning_gym.task(name.removeprefix(_GYM), seed, data, eval_data)
     if name.endswith(".py"):
         return _from_file(name, seed, data, eval_data)
-    known = [*_TASKS, _GYM + "NAME", "path/to/file.py"]
-    near = difflib.get_close_matches(name, known, n=1)
-    raise ValueError(f"unknown --task {name!r}" + (f"; did you mean {near[0]}?" if near else "") + f" Known: {', '.join(known)}")
+    raise ValueError(unknown(name, [*_TASKS, _GYM + "NAME", "path/to/file.py"]))
 
 
 def _from_file(name: str, seed: int, data: str, eval_data: str) -> Task:
@@ -73,27 +72,35 @@ def _from_file(name: str, seed: int, data: str, eval_data: str) -> Task:
 
 
 def make_prompt(task: Task, tokenizer: Any, group: int, split: str = "train") -> Prompt:
-    """Prompt number `group` of a split, through the tokenizer's chat template with the header of the answer added.
-
-    A tokenizer without a template gets the plain text of the messages, and that is said once on stderr. Raises ValueError when a
-    message spells a control token such as <|im_end|>: tokenised, it would end the turn in the middle of the question.
-    """
-    import numpy as np  # here, like schema, which imports torch: a reward process loads this module and needs neither
-
-    from miles_core.schema import Prompt
+    """Prompt number `group` of a split, tokenised by `encode`."""
+    from miles_core.schema import Prompt  # here: schema imports torch, and a reward process, which loads this module, does without
 
     assert split in SPLITS, split
     messages, answer, text = task.prompt(group, split)
+    return Prompt(group, encode(messages, tokenizer, f"--task {task.name}, {split} prompt {group}"), text, answer)
+
+
+def user_prompt(text: str, tokenizer: Any) -> np.ndarray:
+    """One user message as the model is to see it, int32 [P]."""
+    return encode(one_user_turn(text), tokenizer, "the message")
+
+
+def encode(messages: list[dict], tokenizer: Any, what: str) -> np.ndarray:
+    """Chat messages -> int32 [P], through the tokenizer's chat template, with the header of the answer added.
+
+    A tokenizer without a template gets the plain text of the messages, and that is said once on stderr. Raises ValueError (about `what`)
+    when a message spells a control token such as <|im_end|>: tokenised, it would end the turn in the middle of the question.
+    """
     for token in _control_tokens(tokenizer):
         if any(token in message["content"] for message in messages):
-            raise ValueError(f"--task {task.name}: prompt {group} contains the control token {token}; remove it from the data")
+            raise ValueError(f"{what} contains the control token {token} of this model; remove it")
     if tokenizer.chat_template:
-        # transformers 4 returns the ids by default, 5 a dictionary.
+        # Without return_dict, transformers 4 returns ids and 5 a dictionary.
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     else:
         _announce_plain_text(tokenizer.name_or_path)
         ids = tokenizer.encode("\n".join(message["content"] for message in messages))
-    return Prompt(group, np.array(ids, np.int32), text, answer)
+    return np.array(ids, np.int32)
 
 
 @functools.lru_cache(maxsize=4)

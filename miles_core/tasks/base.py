@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
 from collections.abc import Callable
@@ -44,6 +45,12 @@ def no_data(name: str, data: str, eval_data: str) -> None:
     """Refuse data files for a task that makes its own prompts."""
     if data or eval_data:
         raise ValueError(f"--task {name} makes its own problems: leave out {'--data' if data else '--eval-data'}")
+
+
+def unknown(name: str, known: list[str]) -> str:
+    """What to say about a task that does not exist."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"unknown --task {name}" + (f"; did you mean {near[0]}?" if near else "") + f" (known: {', '.join(known)})"
 
 
 def last_number(text: str) -> Decimal | None:

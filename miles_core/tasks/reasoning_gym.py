@@ -7,13 +7,12 @@ and odd ones for evaluation: the splits never draw from the same generator (two 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import random
 import re
 from typing import Any
 
-from miles_core.tasks.base import Task, no_data, one_user_turn
+from miles_core.tasks.base import Task, no_data, one_user_turn, unknown
 
 _ASK = "\nGive the final answer between <answer> and </answer>."
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -29,8 +28,7 @@ def task(name: str, seed: int, data: str, eval_data: str) -> Task:
         raise ValueError(f"--task reasoning-gym:{name} needs the package reasoning-gym ({error}): pip install reasoning-gym") from error
     known = sorted(DATASETS.keys() - {"composite"})  # composite mixes others and has no default
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        raise ValueError(f"unknown --task reasoning-gym:{name}" + (f"; did you mean {near[0]}?" if near else "") + f" Known: {', '.join(known)}")
+        raise ValueError(unknown(f"reasoning-gym:{name}", [f"reasoning-gym:{other}" for other in known]))
 
     @functools.lru_cache(maxsize=4)
     def block(split: str, number: int) -> Any:
@@ -46,7 +44,12 @@ def task(name: str, seed: int, data: str, eval_data: str) -> Task:
         """`answer` names the item; it is drawn again here, because a scorer may read metadata that JSON cannot carry."""
         split, group = answer
         dataset = block(split, group // _BLOCK)
-        found = _ANSWER.findall(text)
-        return dataset.score_answer((found[-1] if found else text).strip(), dataset[group % _BLOCK])
+        item, found = dataset[group % _BLOCK], _ANSWER.findall(text)
+        try:
+            return dataset.score_answer((found[-1] if found else text).strip(), item)
+        except Exception:
+            # Some scorers raise on an answer they cannot parse. If they can score the right one, this one was wrong; else they are broken.
+            dataset.score_answer(item["answer"], item)
+            return 0.0
 
     return Task(f"reasoning-gym:{name}", prompt, reward, num_eval=1000)

@@ -1,6 +1,6 @@
 """The page pool: no page owned twice, none lost, and a prefix is only found under the version and tokens that made it.
 
-    pytest tests/core/test_cache.py
+    python -m pytest tests/core/test_cache.py
 """
 
 import numpy as np

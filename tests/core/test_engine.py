@@ -1,6 +1,6 @@
 """What a user of the engine sees: when answers end, what a request may ask for, that order and company do not matter, what is counted.
 
-    pytest tests/core/test_engine.py
+    python -m pytest tests/core/test_engine.py
 """
 
 import numpy as np

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from miles_core.config import parse_args
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), *LAUNCH.rglob("*.sbatch"), ROOT / ".ci/run"])
@@ -59,10 +61,20 @@ def test_env_keeps_what_the_user_set_and_gives_reasons() -> None:
 
 
 def test_run_line(tmp_path: Path) -> None:
-    run = bash(f"{LAUNCH}/run.sh --dry --model 'a dir' --steps 3", cwd=tmp_path, env=environment(NPROC="4"))
+    run = bash(f"{LAUNCH}/run.sh --model 'a dir' --steps 3", cwd=tmp_path, env=environment(NPROC="4", DRY="1"))
     words = shlex.split(run.stdout)
     assert words[:2] == ["python", str(LAUNCH / "torchrun.py")]
     assert words[-7:] == ["--nproc-per-node", "4", str(ROOT / "train.py"), "--model", "a dir", "--steps", "3"]
+
+
+@pytest.mark.parametrize("recipe", ["smollm2_arithmetic", "gsm8k"])
+def test_recipe_holds_valid_flags_that_are_not_defaults(recipe: str) -> None:
+    run = bash(f"{LAUNCH}/recipes/{recipe}.sh", env=environment(DRY="1", DATA="data"))
+    words = shlex.split(run.stdout)
+    flags = words[words.index(str(ROOT / "train.py")) + 1 :]
+    config, default = parse_args(flags, "train.py", ""), parse_args([], "train.py", "")
+    given = {word.removeprefix("--").replace("-", "_") for word in flags if word.startswith("--")}
+    assert {name for name in given if getattr(config, name) == getattr(default, name)} == set()
 
 
 def test_slurm_line(tmp_path: Path) -> None:
@@ -72,7 +84,7 @@ def test_slurm_line(tmp_path: Path) -> None:
     line = bash(f"bash {LAUNCH}/slurm.sbatch --task gsm8k", env=env, cwd=tmp_path)
     assert line.returncode == 0, line.stderr
     rendezvous = "--nnodes 3 --rdzv-backend c10d --rdzv-id 123457 --rdzv-endpoint node07:23457"
-    same = bash(f"{LAUNCH}/run.sh --dry --task gsm8k", env=env | {"TORCHRUN_ARGS": rendezvous, "NPROC": "8"}).stdout
+    same = bash(f"{LAUNCH}/run.sh --task gsm8k", env=env | {"TORCHRUN_ARGS": rendezvous, "NPROC": "8"}).stdout
     assert rendezvous in same
     assert line.stdout == f"srun --ntasks-per-node 1 --kill-on-bad-exit 1 {same}"
 

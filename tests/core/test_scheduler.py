@@ -1,7 +1,7 @@
 """The scheduler without a model: a memory of (version, prefix) marks stands for the KV cache, so that every stale, foreign or missing
 position that a forward would read is seen.
 
-    pytest tests/core/test_scheduler.py
+    python -m pytest tests/core/test_scheduler.py
 """
 
 from dataclasses import dataclass, field
@@ -35,10 +35,8 @@ class Driver:
         self.added = 0
 
     def add(self, prompt: np.ndarray, sample: int, max_new_tokens: int) -> None:
-        tokens = np.asarray(prompt, np.int64)
-        request = Request(0, sample, tokens, SamplingParams(1.0, 1.0, 0, max_new_tokens, ()))
-        zeros = np.zeros(len(tokens))
-        self.scheduler.add(Sequence(request, self.added, tokens.tobytes(), tokens, zeros.astype(np.float32), zeros.astype(np.int32)))
+        request = Request(0, sample, np.asarray(prompt, np.int32), SamplingParams(1.0, 1.0, 0, max_new_tokens, ()))
+        self.scheduler.add(Sequence.of(request, self.added))
         self.added += 1
 
     def mark(self, lane: int, position: int) -> tuple[int, int]:
@@ -92,7 +90,7 @@ class Driver:
             self.table.append(lanes, tokens, (tokens / 8).astype(np.float32), self.scheduler.version)
             self.counters.tokens_sampled += len(lanes)
             for lane in lanes[self.table.length[lanes] == self.table.limit[lanes]].tolist():
-                sequence = self.scheduler.finish(lane)
+                sequence = self.scheduler.leave(lane)
                 self.done[sequence.number] = sequence
 
     def drain(self) -> None:

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from launcher import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from miles_core import pack
 from miles_core.loss import LossParams, denominator, policy_loss
 from miles_core.metrics import merge, reduce
+from miles_core.model.parallel import shard
 from miles_core.optim import Optimizer, grad_norm
 from miles_core.schema import Trajectory
 
@@ -120,10 +120,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def sharded_model() -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = Model()
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh)
-        module.set_gradient_divide_factor(1.0)  # sums: the loss has divided by the global count already
-        module.set_force_sum_reduction_for_comms(True)
+    shard(model, mesh)
     return model
 
 

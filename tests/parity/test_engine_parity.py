@@ -1,6 +1,6 @@
 """One answer, one set of bits: alone, in company, in chunks, preempted, from cached pages, after new weights, and in the trainer.
 
-    pytest tests/parity/test_engine_parity.py
+    python -m pytest tests/parity/test_engine_parity.py
 """
 
 import numpy as np

@@ -1,0 +1,63 @@
+"""A reward process: reads samples as JSON lines on stdin, writes verdicts as JSON lines on stdout. Started by `rewards.RewardPool`.
+
+    python -m miles_core.tasks.worker TASK SEED DATA EVAL_DATA
+
+First line out: {"ready": true}, or {"error": sentence} if the task does not load. Then, for every line in {"answer", "text"}, one line
+out, in the same order: {"reward", "verdict", "detail"}. It ends with its stdin, and is killed by the kernel when its parent dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import numbers
+import os
+import signal
+import sys
+from typing import Any
+
+from miles_core import tasks
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def judge(task: tasks.Task, answer: Any, text: str) -> tuple[float, str, str]:
+    """(reward, verdict, detail) of one completion. The reward is 0.0 and means nothing unless the verdict is `ok`."""
+    try:
+        value = task.reward(answer, text)
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except Exception as error:
+        return 0.0, "infra_error", first_line(f"{type(error).__name__}: {error}")
+    if not math.isfinite(number):
+        return 0.0, "no_verdict", first_line(f"the reward is {value!r}, not a finite number")
+    return number, "ok", ""
+
+
+def first_line(text: str) -> str:
+    return text.partition("\n")[0][:300]
+
+
+def main(name: str, seed: str, data: str, eval_data: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    # The parent may be gone before this takes effect: then stdin is at its end, and the loop below ends at once.
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # Reward code may print and read: it gets stderr and /dev/null, and never sees the descriptors of the protocol.
+    requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    try:
+        task = tasks.load(name, int(seed), data, eval_data)
+    except ValueError as error:
+        print(json.dumps({"error": first_line(str(error))}), file=replies, flush=True)
+        return
+    print(json.dumps({"ready": True}), file=replies, flush=True)
+    for line in requests:
+        sample = json.loads(line)
+        reward, verdict, detail = judge(task, sample["answer"], sample["text"])
+        print(json.dumps({"reward": reward, "verdict": verdict, "detail": detail}), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
