@@ -1,4 +1,4 @@
-# Sourced by run.sh, test.sh and slurm.sbatch: every environment variable that a run depends on, and why.
+# Sourced by run.sh and test.sh: every environment variable that a run depends on, and why.
 # What you have set already is kept.
 
 # Threads. One OpenMP thread a rank: two threads on two busy cores cost a time slice per op (0.3 ms becomes 16 ms).

@@ -1,14 +1,19 @@
-"""Checkpoints: written in the background, whole or not there, resumed on any number of training ranks.
+"""Checkpoints: written in the background, visible only when whole, resumed on any number of training ranks.
+
+    checkpoints = Checkpointer(run_dir / "checkpoints", keep, group)       # every training rank; `group` is used by nothing else
+    checkpoints.save(step, model, adamw, full_tensors(model), meta, write_model)      # returns after a copy in memory
+    checkpoints.check(); checkpoints.finish()                              # raise if a write has failed; finish waits for it first
+    path = latest(run_dir / "checkpoints"); meta = read_meta(path)         # one rank
+    load_optimizer(path, model, adamw, group)                              # every training rank; the weights are a model directory
 
     checkpoints/
-      step_000100/            a Hugging Face model directory (config.json, model.safetensors, tokenizer), and
-        train_state/            optimizer moments: torch.distributed.checkpoint, resharded on load
-        state.json              step = version, consumed groups, random seeds: what `meta` held
-        manifest.json           digest of every file above
-      latest -> step_000100
+      step_000100/      a Hugging Face model directory: config.json, model.safetensors (float32), tokenizer
+        train_state/    meta.json, and optimizer state and generators by torch.distributed.checkpoint: each rank writes its shards
+        manifest.json   size and XXH3 digest of every file
+      latest            -> step_000100
 
-Training stops for the copy only. A checkpoint is written under a temporary name and renamed when every file is on disk, so a directory
-named step_* is complete; its digests are checked when it is loaded.
+A checkpoint grows in a directory named .tmp_*. When every rank has finished, its files are fsynced and the directory gets its name: one
+atomic rename, so a directory named step_* is whole, whenever the run was killed. What is named .tmp_* is removed at the next start.
 """
 
 from __future__ import annotations
@@ -16,131 +21,233 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-from miles_core.digest import file_digest
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 FORMAT = 1
-Tensors = list[tuple[str, torch.Tensor]]
+_CHUNK = 1 << 20  # bytes
 
-
-def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None."""
-    return max((p for p in directory.glob("step_*") if p.is_dir()), default=None)
-
-
-def read_meta(path: Path) -> dict:
-    """`meta` of a checkpoint, after checking every file against the manifest. Raises ValueError naming the file that differs."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        for name, expected in manifest.items():
-            if file_digest(path / name) != expected:
-                raise ValueError(
-                    f"checkpoint {path} is damaged: {name} does not match its digest; remove the directory to resume from the one before"
-                )
-        meta = json.loads((path / "state.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"checkpoint {path} is damaged: {error}; remove the directory to resume from the one before") from error
-    if meta.pop("format") != FORMAT:
-        raise ValueError(f"checkpoint {path} has another format than this code reads ({FORMAT})")
-    return meta
-
-
-def load_optimizer(path: Path, model: nn.Module, adamw: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
-    """Fill the optimizer's state (collective over the training ranks, which may be more or fewer than those that saved)."""
-    state = {"optimizer": get_optimizer_state_dict(model, adamw)}
-    dcp.load(state, checkpoint_id=path / "train_state", process_group=group)
-    set_optimizer_state_dict(model, adamw, state["optimizer"])
+Tensors = Iterable[tuple[str, torch.Tensor]]
+WriteModel = Callable[[Path, Tensors], None]
 
 
 class Checkpointer:
-    """Saves one checkpoint at a time. `group` must be used by nothing else: the writer's thread runs its collectives on it."""
+    """One on each training rank. A thread writes; `group` is its own, because a group that two threads use mixes up their messages."""
 
-    def __init__(self, directory: Path, keep: int, group: dist.ProcessGroup):
-        self.directory, self.keep, self.group = directory, keep, group
+    def __init__(self, directory: Path, keep: int, group: dist.ProcessGroup, timeout_s: float = 1800.0):
+        self.directory, self.keep, self.group, self.timeout_s = directory, keep, group, timeout_s
         self.is_leader = dist.get_rank(group) == 0
-        self.pending: Future | None = None
+        self.writer = ThreadPoolExecutor(1, "checkpoint")
+        self.pending: tuple[int, Future[None]] | None = None
         if self.is_leader:
-            for leftover in directory.glob(".writing-*"):
-                shutil.rmtree(leftover)
+            directory.mkdir(parents=True, exist_ok=True)
+            for leftover in directory.glob(".tmp_*"):
+                _remove(leftover)
 
     def save(
-        self, step: int, model: nn.Module, adamw: torch.optim.Optimizer, named_tensors: Iterable[tuple[str, torch.Tensor]],
-        meta: dict, write_model: Callable[[Path, Tensors], None],
-    ) -> None:  # fmt: skip
-        """Copy, then write in the background (collective over the training ranks). `write_model(directory, tensors)` runs on the leader.
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors, meta: dict[str, Any], write_model: WriteModel
+    ) -> None:
+        """Copy everything, and write it in the background (collective over the training ranks).
 
-        `named_tensors` are full tensors in a collective iteration. Waits for the checkpoint before this one.
+        `tensors`: every full tensor, iterated on all ranks and kept on the first. `meta`: what JSON can say. `write_model(path, tensors)`
+        makes the model directory, in the background, on the first rank; OSError or ValueError from it means that the disk refused.
+        Raises like `finish` if the save before this one failed.
         """
         self.finish()
-        temporary = self.directory / f".writing-step_{step:06d}"
-        tensors: Tensors = []
-        for name, tensor in named_tensors:  # every rank iterates: gathering is collective
-            if self.is_leader:
-                tensors.append((name, tensor.clone()))
-        state = {"optimizer": get_optimizer_state_dict(model, adamw)}
-        written = dcp.async_save(state, checkpoint_id=temporary / "train_state", process_group=self.group)
-        if not self.is_leader:
-            self.pending = written
-            return
-        done = self.pending = Future()
-
-        def complete() -> None:
-            try:
-                written.result()
-                write_model(temporary, tensors)
-                (temporary / "state.json").write_text(json.dumps({"format": FORMAT, **meta}) + "\n")
-                self._publish(temporary, self.directory / f"step_{step:06d}")
-            except BaseException as error:  # handed to whoever calls finish()
-                shutil.rmtree(temporary, ignore_errors=True)
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        threading.Thread(target=complete, name="checkpoint", daemon=True).start()
+        weights = [(name, tensor.clone()) for name, tensor in tensors if self.is_leader]
+        state = {name: tensor.clone() for name, tensor in _optimizer_state(model, optimizer).items()}
+        state[f"generator/{dist.get_rank(self.group)}"] = torch.get_rng_state()
+        self.pending = step, self.writer.submit(self._write, step, weights, state, meta, write_model)
 
     def check(self) -> None:
-        """Raise what went wrong in the background, if anything has."""
-        if self.pending is not None and self.pending.done():
+        """Raise what went wrong with a save that has ended: ValueError in one sentence when the disk would not take it."""
+        if self.pending is not None and self.pending[1].done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is on disk. Raises ValueError when it could not be written; the one before stays."""
-        pending, self.pending = self.pending, None
+        """Wait until the last save is on disk. Raises like `check`, or TimeoutError."""
+        if self.pending is None:
+            return
+        step, future = self.pending
         try:
-            if pending is not None:
-                pending.result()
-        except Exception as error:
-            free = shutil.disk_usage(self.directory).free / 2**20
-            raise ValueError(
-                f"the checkpoint in {self.directory} could not be written: {error} ({free:.0f} MiB free); make room and start again with the "
-                "same --run-dir: the checkpoint before it is whole"
-            ) from error
+            future.exception(self.timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"waited {self.timeout_s:g} s for the checkpoint of step {step} in {self.directory}") from error
+        self.pending = None
+        future.result()
 
-    def _publish(self, temporary: Path, final: Path) -> None:
-        files = sorted(p for p in temporary.rglob("*") if p.is_file())
-        manifest = {str(p.relative_to(temporary)): file_digest(p) for p in files}
+    def _write(self, step: int, weights: Tensors, state: dict[str, torch.Tensor], meta: dict[str, Any], write_model: WriteModel) -> None:
+        temporary = self.directory / f".tmp_step_{step:06d}"
+
+        def begin() -> None:
+            write_model(temporary, weights)
+            (temporary / "train_state").mkdir()
+            (temporary / "train_state" / "meta.json").write_text(json.dumps({"format": FORMAT, **meta}) + "\n")
+
+        try:
+            self._on_leader(begin)
+            _save_shards(temporary / "train_state", state, self.group)
+            self._on_leader(lambda: self._commit(temporary, self.directory / f"step_{step:06d}"))
+        except Exception as error:
+            if self.is_leader:
+                shutil.rmtree(temporary, ignore_errors=True)
+            where = f"checkpoint of step {step} in {self.directory} ({shutil.disk_usage(self.directory).free / 2**20:.0f} MiB free)"
+            kind = ValueError if isinstance(error, OSError | ValueError) else RuntimeError
+            raise kind(f"{where} could not be written: {error}") from error
+
+    def _on_leader(self, function: Callable[[], None]) -> None:
+        """Run it on the first rank; every rank raises what it raises."""
+        outcome: list[Exception | None] = [None]
+        if self.is_leader:
+            try:
+                function()
+            except (OSError, ValueError) as error:
+                outcome = [error]
+            except Exception as error:
+                outcome = [RuntimeError(f"{type(error).__name__}: {error}")]
+        dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+        if outcome[0] is not None:
+            raise outcome[0]
+
+    def _commit(self, temporary: Path, final: Path) -> None:
+        """Digest, fsync, rename, point `latest` at it, remove the oldest."""
+        num_written, num_ranks = len(list((temporary / "train_state").glob("*.distcp"))), dist.get_world_size(self.group)
+        if num_written != num_ranks:
+            raise ValueError(f"{num_written} of {num_ranks} ranks wrote here: --run-dir must be one directory for all nodes")
+        manifest = {str(path.relative_to(temporary)): [path.stat().st_size, _digest(path)] for path in _files(temporary)}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-        for path in [*files, temporary / "manifest.json", *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
+        for path in (*_files(temporary), temporary / "train_state", temporary):
             _fsync(path)
-        shutil.rmtree(final, ignore_errors=True)  # a run that starts again from an older checkpoint comes by here twice
-        os.rename(temporary, final)
-        link = self.directory / ".writing-latest"
-        link.unlink(missing_ok=True)
+        temporary.rename(final)
+        link = self.directory / ".tmp_latest"
         link.symlink_to(final.name)
-        os.rename(link, self.directory / "latest")
+        link.replace(self.directory / "latest")
         _fsync(self.directory)
-        for old in sorted(self.directory.glob("step_*"))[: -self.keep]:
-            shutil.rmtree(old)
+        for old in _whole(self.directory)[: -self.keep]:
+            _remove(old.rename(self.directory / f".tmp_old_{old.name}"))
+
+
+def latest(directory: Path) -> Path | None:
+    """The whole checkpoint of the highest step, or None."""
+    return max(_whole(directory), default=None, key=_step)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """Compare every file of a checkpoint with its manifest, then return the `meta` that it was saved with.
+
+    Raises ValueError naming the file that is missing or differs, or the format if it is another one.
+    """
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path / 'manifest.json'} cannot be read: {error}") from error
+    for name, (size, digest) in manifest.items():
+        file = path / name
+        if not file.is_file():
+            raise ValueError(f"{file} is missing from the checkpoint: remove {path} to go on from an earlier one")
+        if file.stat().st_size != size or _digest(file) != digest:
+            raise ValueError(f"{file} is not what was saved (size or digest differ): remove {path} to go on from an earlier one")
+    meta = json.loads((path / "train_state" / "meta.json").read_text())
+    if meta.pop("format") != FORMAT:
+        raise ValueError(f"{path} has another format than {FORMAT}, the one that this version reads")
+    return meta
+
+
+def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
+    """Restore optimizer state, and this rank's generator if it saved one (collective over the training ranks, however many saved).
+
+    Hyper-parameters are not restored: they are those of the new run. Raises ValueError naming parameters that one side lacks.
+    """
+    reader = dcp.FileSystemReader(path / "train_state")
+    saved, parameters = reader.read_metadata().state_dict_metadata, dict(model.named_parameters())
+    names = {key: key.removeprefix("optimizer/").rpartition("/")[0] for key in saved if key.startswith("optimizer/")}
+    if differ := sorted(set(names.values()) ^ parameters.keys()):
+        raise ValueError(f"{path} was saved from another model: optimizer state and parameters differ in {', '.join(differ[:5])}")
+    state = {key: _like(parameters[name], saved[key]) for key, name in names.items()}
+    generator = f"generator/{dist.get_rank(group)}"
+    if generator in saved:
+        state[generator] = torch.get_rng_state()
+    with _failures():
+        dcp.load(state, storage_reader=reader, process_group=group)
+    for key, name in names.items():
+        optimizer.state[parameters[name]][key.rpartition("/")[2]] = state[key]
+    if generator in state:
+        torch.set_rng_state(state[generator])
+
+
+def _like(parameter: torch.Tensor, entry: TensorStorageMetadata) -> torch.Tensor:
+    """Room for one saved tensor: sharded like its parameter, or plain (the count of steps)."""
+    if entry.size == parameter.shape:
+        return torch.zeros_like(parameter)
+    return torch.zeros(entry.size, dtype=entry.properties.dtype)
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """{"optimizer/<parameter>/<exp_avg, exp_avg_sq, step>": tensor}. By name, so that it fits any order and any sharding."""
+    parameters = dict(model.named_parameters())
+    assert all(p in optimizer.state for p in parameters.values()), "nothing to save before the first optimizer step"
+    return {f"optimizer/{name}/{field}": value for name, p in parameters.items() for field, value in optimizer.state[p].items()}
+
+
+class _Files(FileSystem):
+    """torch's zip writer turns a full disk into a complaint about positions; let the reason through."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[IO[bytes], None, None]:
+        with super().create_stream(path, mode) as stream:
+            try:
+                yield stream
+            except RuntimeError as error:
+                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
+def _save_shards(path: Path, state: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Every rank writes its part of `state`. Every rank raises what any of them raised."""
+    writer = dcp.FileSystemWriter(path)
+    writer.fs = _Files()
+    with _failures():
+        dcp.save(state, storage_writer=writer, process_group=group)
+
+
+@contextmanager
+def _failures() -> Generator[None, None, None]:
+    """What failed on some rank, in place of torch's collection of failures (which is a BaseException)."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
+
+
+def _whole(directory: Path) -> list[Path]:
+    return sorted((path for path in directory.glob("step_*") if path.name[5:].isdigit()), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name[5:])
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def _digest(path: Path) -> str:
+    state = xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            state.update(chunk)
+    return state.hexdigest()
 
 
 def _fsync(path: Path) -> None:
@@ -149,3 +256,7 @@ def _fsync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _remove(path: Path) -> None:
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)

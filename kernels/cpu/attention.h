@@ -12,9 +12,8 @@
 #include <vector>
 
 constexpr long PAGE = 64;
-constexpr int TILE = 6;               // query rows of a register tile
-constexpr int TILES = 8;              // register tiles that share a page while it is in the first-level cache
-constexpr int COLUMNS = BUDGET / TILE;  // vectors of keys, or of head dims
+constexpr int TILE = 6;   // query rows of a register tile
+constexpr int TILES = 8;  // register tiles that share a page while it is in the first-level cache
 
 struct Sequence {
     const float *k, *v;     // pages: [pages, K, H, PAGE] and [pages, K, PAGE, H]
@@ -80,8 +79,9 @@ INLINE void values(const float* p, const float* v, long head_dim, long keys, con
 
 template <int R>
 INLINE void values_of_rows(const float* p, const float* v, long head_dim, long keys, const float* alpha, float* o, long stride) {
+    constexpr int C = columns_for(R);
     long h = 0;
-    for (; h + COLUMNS * LANES <= head_dim; h += COLUMNS * LANES) values<R, COLUMNS, false>(p, v + h, head_dim, keys, alpha, o + h, stride);
+    for (; h + C * LANES <= head_dim; h += C * LANES) values<R, C, false>(p, v + h, head_dim, keys, alpha, o + h, stride);
     for (; h + LANES <= head_dim; h += LANES) values<R, 1, false>(p, v + h, head_dim, keys, alpha, o + h, stride);
     if (h < head_dim) values<R, 1, true>(p, v + h, head_dim, keys, alpha, o + h, stride);
 }
@@ -93,8 +93,9 @@ void attend_tile(const float* q, float* o, float* top, float* total, long stride
     alignas(64) float s[TILE * PAGE], alpha[LANES];
     constexpr float one[1] = {1.0f};
     const long seen = *std::max_element(valid, valid + R);  // no score is computed far past it
+    constexpr int C = columns_for(R);
     long j = 0;
-    for (; j + COLUMNS * LANES <= seen; j += COLUMNS * LANES) scores<R, COLUMNS>(q, stride, k + j, head_dim, s + j);
+    for (; j + C * LANES <= seen; j += C * LANES) scores<R, C>(q, stride, k + j, head_dim, s + j);
     for (; j < seen; j += LANES) scores<R, 1>(q, stride, k + j, head_dim, s + j);
     softmax_step<R>(s, valid, top, total, alpha);
     const long common = *std::min_element(valid, valid + R);
@@ -123,7 +124,7 @@ inline void attend(const Attention& p, const Sequence& sequence, long kv_head, l
         for (long h = 0; h < head_dim; ++h) scratch.q[r * stride + h] = q[h] * p.scale;
         scratch.top[r] = -INFINITY, scratch.total[r] = 0.0f;
     }
-    for (long start = 0; start <= position[count - 1]; start += PAGE) {
+    for (long start = 0, last = sequence.first_position + (row1 - 1) / group; start <= last; start += PAGE) {
         const long page = ((sequence.table ? sequence.table[start / PAGE] : start / PAGE) * p.num_kv_heads + kv_head) * head_dim * PAGE;
         for (long r = 0; r < count; r += TILE) {
             const long tile = std::min<long>(TILE, count - r);

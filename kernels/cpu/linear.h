@@ -10,13 +10,13 @@
 #include <cstring>
 #include <vector>
 
-constexpr long RUN = 192;       // terms of one chain
+constexpr long RUN = 192;               // terms of one chain
 constexpr long BLOCK_INPUTS = 1 << 18;  // inputs of the rows that are multiplied in one pass over the weight
 constexpr int MAX_ROWS = 6;
-constexpr int MAX_PANELS = 4;
+constexpr int MAX_PANELS = columns_for(1);
 constexpr long MIN_PARALLEL_WORK = 1 << 18;  // multiply-adds; below it a second thread costs more than it gives
 
-// K cut into chains: one up to 192, two halves below 384, then 192 each and the rest. This is MKL's rule for AVX2.
+// K cut into chains: one up to 192, two halves below 384, then 192 each and the rest (close to what MKL does on AVX2).
 inline long run_length(long num_in, long start) {
     const long half = num_in > RUN && num_in < 2 * RUN ? (num_in + 1) / 2 : RUN;
     return std::min(half, num_in - start);
@@ -51,7 +51,7 @@ using LinearTile = void (*)(const float*, const float*, long, long, const float*
 
 template <int R>
 constexpr LinearTile linear_tile_for(int panels) {
-    constexpr int most = std::min(MAX_PANELS, std::max(1, BUDGET / R));
+    constexpr int most = columns_for(R);
     if (panels == 1) return linear_tile<R, 1>;
     if (panels == 2) return linear_tile<R, std::min(2, most)>;
     if (panels == 3) return linear_tile<R, std::min(3, most)>;
@@ -109,7 +109,7 @@ struct LinearRows {
 // Decides the speed only. Few rows take more panels at once, which keeps enough independent chains in flight.
 inline LinearPlan plan_linear(long num_rows, long num_out, long num_in) {
     const int rows = static_cast<int>(std::min<long>(num_rows, MAX_ROWS));
-    const long panels = std::min<long>({MAX_PANELS, std::max(1, BUDGET / rows), (num_out + LANES - 1) / LANES});
+    const long panels = std::min<long>(columns_for(rows), (num_out + LANES - 1) / LANES);
     return {rows, static_cast<int>(panels), std::max<long>(4, BLOCK_INPUTS / num_in / MAX_ROWS) * MAX_ROWS};
 }
 

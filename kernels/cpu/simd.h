@@ -128,12 +128,16 @@ INLINE V exp(V x) {
     return zero_below(x, -87.3365f, scale_by_power_of_2(p, n));
 }
 
-// The register tile that linear and attention share.
+// ---- the register tile that linear and attention share
+
 #if defined(__AVX512F__)
-constexpr int BUDGET = 24;  // accumulators of a register tile, in vectors of 16 floats: 24 of 32 registers
+constexpr int REGISTERS = 31;  // vectors of 16 floats, one kept for the broadcast
 #else
-constexpr int BUDGET = 6;  // 12 of 16 registers
+constexpr int REGISTERS = 7;
 #endif
+
+// The columns of a tile of this many rows that fit in registers: a sum for each output, and one row of b.
+constexpr int columns_for(int rows) { return REGISTERS / (rows + 1) < 4 ? REGISTERS / (rows + 1) : 4; }
 
 // acc[r][c] += sum over k of a[r][k] * b[k][c], one chain of fused multiply-adds in order of k. Only the first 8 lanes of b if HALF.
 template <int R, int C, bool HALF = false>

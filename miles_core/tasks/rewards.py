@@ -181,13 +181,19 @@ class _Worker:
         return bool(self.inflight) and time.monotonic() - self._busy_since > timeout_s
 
     def kill(self) -> str:
-        """Kill the process with its group, and return how it ended: by its own doing if it was dead already."""
+        """Kill the process with its group, and return how it ended: by its own doing if it was dead already. A second call does nothing."""
+        if self.process.returncode is None:
+            self._kill()
+        code = self.process.returncode
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _kill(self) -> None:
+        # A dying process closes its pipe a moment before it ends. WNOWAIT leaves it a zombie, so that its group's number stays its own.
+        ended, patience = os.WEXITED | os.WNOWAIT | os.WNOHANG, time.monotonic() + 1.0
+        while self.closed and os.waitid(os.P_PID, self.process.pid, ended) is None and time.monotonic() < patience:
+            time.sleep(0.001)
+        os.killpg(self.process.pid, signal.SIGKILL)  # whether it still runs or not: what it started may
+        self.process.wait(timeout=10.0)
         assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)  # the group can outlive its leader, so never ask first whether that still runs
-        except ProcessLookupError:
-            pass  # nobody is left
-        code = self.process.wait(timeout=10.0)
         self.process.stdin.close()
         self.process.stdout.close()
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -56,7 +56,7 @@ def test_env_keeps_what_the_user_set_and_gives_reasons() -> None:
     assert bash(show, env=kept).stdout.split() == ["7", "PASSIVE", "0", "4"]  # several nodes: loopback would not do
     lines = (LAUNCH / "env.sh").read_text().splitlines()
     for above, line in zip(lines, lines[1:], strict=False):
-        if "export" in line and "PATH" not in line and "TORCHRUN_ARGS" not in line:
+        if "export" in line and "PATH" not in line:
             assert above.strip().startswith("#"), f"no reason is given above: {line}"
 
 
@@ -222,7 +222,7 @@ def test_installed_package_is_complete(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--target", target, source]
     subprocess.run(pip, check=True, timeout=120)
     wanted = {p.relative_to(source) for p in source.rglob("*") if p.is_file() and p.parts[len(source.parts)] in ("kernels", "miles_core")}
-    assert {p for p in wanted if not (target / p).exists()} == set()
+    assert {p for p in wanted if p.suffix != ".md" and not (target / p).exists()} == set()
     code = "import kernels.linear, miles_core.schema; print(kernels.linear.__file__)"
     run = bash(f"python -c '{code}'", env=environment(PYTHONPATH=str(target)), cwd=tmp_path)
     assert run.stdout.startswith(str(target)), run.stderr

@@ -1,7 +1,7 @@
 """No sample is older than (B + W - 2) // P versions when it is trained on. Run: python -m pytest tests/core/test_pacing.py
 
-The real ring, and an adversary who decides what happens when. `held` holds the newest group back for as long as the trainer can go on without it, which is
-the worst that can happen to the bound; `shuffled` finishes, claims, updates and trains in random order.
+The real ring, and an adversary who decides what happens when. `held` holds the newest group back for as long as the trainer can go on
+without it, which is the worst that can happen to the bound; `shuffled` claims, finishes, updates and trains in random order.
 """
 
 from __future__ import annotations

@@ -88,6 +88,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def all_ready(pool: RewardPool) -> bool:
+    return pool.poll() == [] and all(worker.ready for worker in pool._workers)
+
+
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 30.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
@@ -126,17 +130,18 @@ def test_built_in_tasks_take_the_same_path() -> None:
 
 
 def test_a_reward_past_its_deadline_is_killed_with_what_it_started(do: Callable[..., RewardPool], tmp_path: Path) -> None:
-    pool = do(timeout_s=0.5)
+    pool = do(timeout_s=1.0)
     results = judge(pool, (1, "number"), (str(tmp_path / "pids"), "hang"), *[(2, "number")] * 5)
     assert [verdict for _, _, verdict, _ in results] == ["ok", "timeout", *["ok"] * 5]  # those queued behind it are judged by its successor
-    assert results[1][3] == "no answer within 0.5 s"
+    assert results[1][3] == "no answer within 1 s"
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     wait_until(lambda: not any(map(is_alive, pids)), f"end of {pids}")
 
 
 def test_a_deadline_is_for_one_sample_not_for_the_queue(do: Callable[..., RewardPool], tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
-    slow.write_text("import time\nfrom miles_core.tasks import Task\ntask = lambda s, d: Task('', None, lambda a, t: time.sleep(0.2) or 1)\n")
+    reward = "lambda answer, text: time.sleep(0.2) or 1"
+    slow.write_text(f"import time\nfrom miles_core.tasks import Task\ntask = lambda seed, data: Task('slow', None, {reward})")
     pool = RewardPool(str(slow), 0, timeout_s=1.0)
     assert {verdict for _, _, verdict, _ in judge(pool, *[(0, "")] * 10)} == {"ok"}  # 2 s in all
     pool.close()
@@ -144,6 +149,7 @@ def test_a_deadline_is_for_one_sample_not_for_the_queue(do: Callable[..., Reward
 
 def test_work_is_shared_and_survives_a_worker_killed_from_outside(do: Callable[..., RewardPool]) -> None:
     pool = do(num_workers=3)
+    wait_until(lambda: all_ready(pool), "three workers ready")
     assert len({reward for _, reward, _, _ in judge(pool, *[(0, "pid")] * 60)}) == 3
     os.kill(pool._workers[1].process.pid, signal.SIGKILL)
     results = judge(pool, *[(1, "number")] * 60)
@@ -168,18 +174,21 @@ def test_failures_in_a_row_stop_the_run(do: Callable[..., RewardPool]) -> None:
     pool = do()
     judge(pool, *[(1, "fail")] * (MAX_FAILURES - 1), (1, "number"))  # an `ok` starts the count anew
     judge(pool, *[(1, "none")] * (MAX_FAILURES - 1))
-    with pytest.raises(ValueError, match=rf"--task .*do.py: {MAX_FAILURES} rewards in a row failed, first with no_verdict \(the reward is None"):
+    said = rf"--task .*do.py: {MAX_FAILURES} rewards in a row failed, first with no_verdict \(the reward is None"
+    with pytest.raises(ValueError, match=said):
         judge(pool, (1, "fail"))
 
 
 def test_a_reward_that_always_hangs_stops_the_run(do: Callable[..., RewardPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards, "MAX_FAILURES", 3)
-    with pytest.raises(ValueError, match=r"3 rewards in a row failed, first with timeout \(no answer within 0.2 s\).* raise --reward-timeout 0.2"):
+    said = r"3 rewards in a row failed, first with timeout \(no answer within 0.2 s\).* raise --reward-timeout 0.2"
+    with pytest.raises(ValueError, match=said):
         judge(do(timeout_s=0.2), *[(str(tmp_path / "pids"), "hang")] * 3)
 
 
 @pytest.mark.parametrize(
-    ("source", "said"), [("import nowhere", "No module named 'nowhere'"), ("import os; os._exit(4)", r"the reward process died \(exit code 4\)")]
+    ("source", "said"),
+    [("import nowhere", "No module named 'nowhere'"), ("import os; os._exit(4)", r"the reward process died \(exit code 4\)")],
 )
 def test_a_task_that_does_not_load_in_its_process_stops_the_run(tmp_path: Path, source: str, said: str) -> None:
     (tmp_path / "bad.py").write_text(source)
@@ -190,10 +199,10 @@ def test_a_task_that_does_not_load_in_its_process_stops_the_run(tmp_path: Path, 
 
 
 def test_close_leaves_no_process(do: Callable[..., RewardPool], tmp_path: Path) -> None:
-    pool = do(num_workers=2)
-    pool.submit(0, str(tmp_path / "pids"), "hang")
-    wait_until(lambda: pool.poll() == [] and len((tmp_path / "pids").read_text().split()) == 2 if (tmp_path / "pids").exists() else False, "pids")
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()] + [worker.process.pid for worker in pool._workers]
+    pool, file = do(num_workers=2), tmp_path / "pids"
+    pool.submit(0, str(file), "hang")
+    wait_until(lambda: all_ready(pool) and file.exists() and len(file.read_text().split()) == 2, "a reward that hangs")
+    pids = [int(pid) for pid in file.read_text().split()] + [worker.process.pid for worker in pool._workers]
     assert all(map(is_alive, pids))
     pool.close()
     wait_until(lambda: not any(map(is_alive, pids)), f"end of {pids}")
