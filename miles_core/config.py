@@ -98,10 +98,10 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least = {
-            1: "steps keep_checkpoints prompts_per_step max_new_tokens max_context max_sequences prefill_tokens reward_workers micro_batch_tokens "
-            "samples_per_prompt eval_samples",
-            0: "save_every eval_prompts top_k kv_tokens warmup_steps weight_decay max_grad_norm kl_coef temperature clip_low clip_high icepop_low "
-            "icepop_high lr beta1 beta2 seed",
+            1: "steps keep_checkpoints prompts_per_step samples_per_prompt eval_samples max_new_tokens max_context max_sequences "
+            "prefill_tokens micro_batch_tokens reward_workers",
+            0: "seed save_every eval_prompts temperature top_k kv_tokens clip_low clip_high icepop_low icepop_high kl_coef lr beta1 beta2 "
+            "weight_decay warmup_steps max_grad_norm",
             -1: "rollout_ranks_per_node max_staleness",
         }
         for low, names in at_least.items():

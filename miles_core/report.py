@@ -81,8 +81,8 @@ def step_line(step: int, steps: int, values: Mapping[str, float], mean_step_s: f
     return (
         f"step {step:{len(str(steps))}d}/{steps} [{'=' * filled}{' ' * (20 - filled)}] "
         f"reward {values['rollout/reward_mean']:.3f}  loss {values['train/loss']:+.4f}  grad {values['train/grad_norm']:.2f}  "
-        f"entropy {values['train/entropy']:.2f}  len {values['rollout/response_len_mean']:.1f}  stale {values['train/staleness_mean']:.2f}  "
-        f"logp_diff {parity}  wait {values['perf/trainer_wait_frac']:4.0%}  "
+        f"entropy {values['train/entropy']:.2f}  len {values['rollout/response_len_mean']:.1f}  "
+        f"stale {values['train/staleness_mean']:.2f}  logp_diff {parity}  wait {values['perf/trainer_wait_frac']:4.0%}  "
         f"{values['perf/step_time']:.2f} s  left {duration((steps - step) * mean_step_s)}"
     )
 

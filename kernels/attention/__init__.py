@@ -79,6 +79,7 @@ def paged_attention(
     num_pages, num_kv_heads = cache_k.shape[:2]
     num_tokens, num_heads, head_dim = q_TNH.shape
     assert cache_k.shape == (num_pages, num_kv_heads, head_dim, PAGE) and cache_v.shape == (num_pages, num_kv_heads, PAGE, head_dim)
+    assert q_TNH.dtype is torch.float32 and head_dim % 8 == 0 == num_heads % num_kv_heads, (q_TNH.dtype, q_TNH.shape, num_kv_heads)
     num_sequences, num_blocks = block_table_SB.shape
     for x in (block_table_SB, cu_seqlens_q_S1, context_lens_S):
         assert x.dtype is torch.int32 and x.is_contiguous() and x.shape[0] - num_sequences in (0, 1), (x.dtype, x.shape)

@@ -31,6 +31,7 @@ def _forward(q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale):
     num_tokens, num_heads, head_dim = q_TNH.shape
     num_kv_heads = k_TKH.shape[1]
     assert k_TKH.shape == v_TKH.shape == (num_tokens, num_kv_heads, head_dim), (q_TNH.shape, k_TKH.shape, v_TKH.shape)
+    assert head_dim % 8 == 0 == num_heads % num_kv_heads, (q_TNH.shape, k_TKH.shape)
     assert q_TNH.dtype is torch.float32 is k_TKH.dtype is v_TKH.dtype and cu_seqlens_S1.dtype is torch.int32
     lib = load()
     if lib is None:

@@ -16,8 +16,8 @@ constexpr int TILE = 6;   // query rows of a register tile
 constexpr int TILES = 8;  // register tiles that share a page while it is in the first-level cache
 
 struct Sequence {
-    const float *k, *v;     // pages: [pages, K, H, PAGE] and [pages, K, PAGE, H]
-    const int32_t* table;   // page of every 64 positions in order; null: they follow each other
+    const float *k, *v;    // pages: [pages, K, H, PAGE] and [pages, K, PAGE, H]
+    const int32_t* table;  // page of every 64 positions in order; null: they follow each other
     long first_token, num_queries, first_position;
 };
 
@@ -101,7 +101,8 @@ void attend_tile(const float* q, float* o, float* top, float* total, long stride
     const long common = *std::min_element(valid, valid + R);
     values_of_rows<R>(s, v, head_dim, common, alpha, o, stride);
     for (int r = 0; r < R; ++r) {
-        if (valid[r] > common) values_of_rows<1>(s + r * PAGE + common, v + common * head_dim, head_dim, valid[r] - common, one, o + r * stride, stride);
+        const long rest = valid[r] - common;
+        if (rest > 0) values_of_rows<1>(s + r * PAGE + common, v + common * head_dim, head_dim, rest, one, o + r * stride, stride);
     }
 }
 
@@ -131,8 +132,8 @@ inline void attend(const Attention& p, const Sequence& sequence, long kv_head, l
             if (position[r + tile - 1] < start) continue;
             long valid[TILE];
             for (long i = 0; i < tile; ++i) valid[i] = std::clamp(position[r + i] + 1 - start, 0L, PAGE);
-            ATTEND_TILES[tile](&scratch.q[r * stride], &scratch.o[r * stride], scratch.top + r, scratch.total + r, stride, sequence.k + page,
-                               sequence.v + page, head_dim, valid);
+            ATTEND_TILES[tile](&scratch.q[r * stride], &scratch.o[r * stride], scratch.top + r, scratch.total + r, stride,
+                               sequence.k + page, sequence.v + page, head_dim, valid);
         }
     }
     for (long r = 0; r < count; ++r) {

@@ -101,8 +101,8 @@ EXPORT int64_t paged_attention(const float* q, const float* cache_k, const float
     for (long s = 0; s < num_sequences; ++s) {
         const long queries = cu_seqlens_q[s + 1] - cu_seqlens_q[s], context = context_lens[s], pages = (context + PAGE - 1) / PAGE;
         const int32_t* table = block_table + s * num_blocks;
-        const long end = s + 1 < num_sequences ? num_tokens : cu_seqlens_q[s + 1];
-        if (cu_seqlens_q[s] < 0 || queries < 0 || queries > context || pages > num_blocks || end != num_tokens || cu_seqlens_q[s + 1] > end) return s;
+        const bool covers = (s > 0 || cu_seqlens_q[0] == 0) && (s + 1 < num_sequences || cu_seqlens_q[s + 1] == num_tokens);
+        if (!covers || queries < 0 || cu_seqlens_q[s + 1] > num_tokens || queries > context || pages > num_blocks) return s;
         for (long b = 0; b < pages; ++b) {
             if (table[b] < 0 || table[b] >= num_pages) return s;
         }
@@ -112,9 +112,9 @@ EXPORT int64_t paged_attention(const float* q, const float* cache_k, const float
     return -1;
 }
 
-EXPORT int64_t packed_attention(const float* q, const float* k, const float* v, const int32_t* cu_seqlens, float scale, float* out, float* lse,
-                                int64_t num_tokens, int64_t num_sequences, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                                int64_t threads) {
+EXPORT int64_t packed_attention(const float* q, const float* k, const float* v, const int32_t* cu_seqlens, float scale, float* out,
+                                float* lse, int64_t num_tokens, int64_t num_sequences, int64_t num_heads, int64_t num_kv_heads,
+                                int64_t head_dim, int64_t threads) {
     if (cu_seqlens[0] != 0 || cu_seqlens[num_sequences] != num_tokens) return num_sequences;
     long pages = 0;
     for (long s = 0; s < num_sequences; ++s) {
@@ -149,8 +149,9 @@ EXPORT int64_t token_rows(const float* logits, int64_t num_rows, int64_t vocab, 
     for (long row = 0; row < num_rows; ++row) {
         static thread_local TokenRow scratch;
         const Sampling sampling{temperature[row], top_p[row], top_k[row]};
-        if (!token_row(logits + row * vocab, vocab, sampling, uniform ? uniform + row : nullptr, z_out ? z_out + row * vocab : nullptr, scratch,
-                       tokens[row], logp[row], entropy[row])) {
+        const double* noise = uniform ? uniform + row : nullptr;
+        float* z = z_out ? z_out + row * vocab : nullptr;
+        if (!token_row(logits + row * vocab, vocab, sampling, noise, z, scratch, tokens[row], logp[row], entropy[row])) {
             bad = std::min<int64_t>(bad, row);
         }
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from miles_core.tasks.base import Task, held_out, last_number, no_data, one_user_turn
+from miles_core.tasks.base import Task, held_out, no_data, numbers, one_user_turn
 
 _SUMS = [(f"What is {a} + {b}? Answer with the number only.", a + b) for a in range(10) for b in range(10)]
 _TRAIN = [row for row in _SUMS if not held_out(row[0], one_in=5)]
@@ -23,6 +23,6 @@ def task(seed: int, data: str, eval_data: str) -> Task:
         return one_user_turn(text), answer, text
 
     def reward(answer: int, text: str) -> float:
-        return float(last_number(text) == answer)
+        return float(numbers(text)[-1:] == [answer])
 
     return Task("arithmetic", prompt, reward, num_eval=len(_EVAL))

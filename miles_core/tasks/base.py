@@ -53,7 +53,6 @@ def unknown(name: str, known: list[str]) -> str:
     return f"unknown --task {name}" + (f"; did you mean {near[0]}?" if near else "") + f" (known: {', '.join(known)})"
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number written in `text` (`1,234.50`, `-3`), or None."""
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+def numbers(text: str) -> list[Decimal]:
+    """The numbers written in `text`, in order: `1,234.50`, `-3`."""
+    return [Decimal(found.replace(",", "")) for found in _NUMBER.findall(text)]

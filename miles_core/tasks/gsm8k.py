@@ -1,7 +1,7 @@
 """gsm8k: grade-school word problems (Cobbe et al., arXiv 2110.14168) from a JSONL file with the fields `question` and `answer`.
 
-The final number of `answer` stands after `####`. A completion is right when its own number after its last `####`, or else the last
-number it names, is equal. Training order: a new permutation of the file for every pass, fixed by the seed. Without --eval-data, the
+The final number of `answer` stands after `####`. A completion's is the first one after its last `####`, or where it has no such mark
+the last one that it names. Training order: a new permutation of the file for every pass, fixed by the seed. Without --eval-data, the
 problems whose question hashes so (one in twenty) are held out of the training file.
 """
 
@@ -13,7 +13,7 @@ import random
 from decimal import Decimal
 from pathlib import Path
 
-from miles_core.tasks.base import Task, held_out, last_number, one_user_turn
+from miles_core.tasks.base import Task, held_out, numbers, one_user_turn
 
 _ASK = "\nThink step by step, then write the final number after ####."
 
@@ -44,7 +44,9 @@ def task(seed: int, data: str, eval_data: str) -> Task:
 
 def reward(answer: str, text: str) -> float:
     """1.0 when the completion's final number equals `answer` (a decimal number as text)."""
-    return float(last_number(text.rpartition("####")[2]) == Decimal(answer))
+    _, mark, tail = text.rpartition("####")
+    final = numbers(tail)[:1] if mark else numbers(tail)[-1:]
+    return float(final == [Decimal(answer)])
 
 
 def read(path: str, flag: str) -> list[tuple[str, str]]:
@@ -52,7 +54,7 @@ def read(path: str, flag: str) -> list[tuple[str, str]]:
     if not Path(path).is_file():
         raise ValueError(f"{flag} {path}: no such file")
     rows = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:  # bytes, so that a broken character is the fault of its line
         for number, line in enumerate(file, 1):
             if line.strip():
                 rows.append(_parse(line, f"{flag} {path}, line {number}"))
@@ -61,10 +63,10 @@ def read(path: str, flag: str) -> list[tuple[str, str]]:
     return rows
 
 
-def _parse(line: str, where: str) -> tuple[str, str]:
+def _parse(line: bytes, where: str) -> tuple[str, str]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: an object with the fields question and answer is needed, found {type(row).__name__}")
@@ -72,7 +74,6 @@ def _parse(line: str, where: str) -> tuple[str, str]:
         if not isinstance(row.get(field), str):
             raise ValueError(f"{where}: the field {field!r} is missing or no text")
     _, mark, tail = row["answer"].rpartition("####")
-    number = last_number(tail)
-    if not mark or number is None:
+    if not mark or not numbers(tail):
         raise ValueError(f"{where}: the answer names no number after ####")
-    return row["question"], str(number)
+    return row["question"], str(numbers(tail)[0])

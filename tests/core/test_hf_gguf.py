@@ -82,8 +82,7 @@ def test_the_tokenizer_is_rebuilt(fields: dict[str, Any], tmp_path: Path) -> Non
 
 
 def test_the_script_leaves_a_model_alone(tmp_path: Path) -> None:
-    """With a model in place it says where, and fetches nothing."""
+    """With a model in place it says where, and neither installs nor fetches."""
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "pip").write_text("#!/bin/sh\nexit 1\n")
-    run = subprocess.run(["bash", ROOT / "launch" / "smollm2.sh", f"{tmp_path}/"], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(["bash", ROOT / "launch" / "smollm2.sh", f"{tmp_path}/"], capture_output=True, text=True, timeout=20)
     assert (run.returncode, run.stdout) == (0, f"{tmp_path}\n"), run.stderr

@@ -16,7 +16,7 @@ import pytest
 from miles_core import tasks
 from miles_core.assets import TINY
 from miles_core.model import hf
-from miles_core.tasks.base import last_number
+from miles_core.tasks.base import numbers
 from miles_core.tasks.sort import NUM_DIGITS
 
 QUESTIONS = [(f"Ann has {i} apples and buys one. How many?", f"{i} + 1 = <<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}") for i in range(60)]
@@ -119,18 +119,32 @@ def test_sort_asks_for_six_digits_repeats_allowed() -> None:
     assert task.reward("123459", "123459 ") == 0.0  # exact
 
 
-def test_the_last_number_is_read() -> None:
-    cases = {"7": 7, "3 + 4 = 7": 7, "it is 1,234.50.": 1234.5, "10-3": 3, "so: -3": -3, "1,2,3": 3, "$18": 18, "7.": 7, "12,3456": 3456}
-    assert {text: last_number(text) for text in cases} == cases
-    assert last_number("none") is None
+def test_numbers_are_read() -> None:
+    cases = {
+        "7.": [7],
+        "3 + 4 = -7": [3, 4, -7],
+        "it is $1,234.50.": [1234.5],
+        "10-3": [10, 3],
+        "1,2,3": [1, 2, 3],
+        "12,3456": [12, 3456],
+        "1,000,000 or 007": [1_000_000, 7],
+        "none": [],
+    }
+    assert {text: numbers(text) for text in cases} == cases
 
 
-def test_gsm8k_reads_the_number_after_the_mark(gsm8k: str) -> None:
-    task = tasks.load("gsm8k", 0, gsm8k)
-    assert task.reward("72", "48 + 24 = 72\n#### 72 clips") == 1.0
-    assert task.reward("72", "#### 70\n72") == 1.0  # no number of its own after the last mark but the last of all
-    assert task.reward("72", "72\n#### 70") == 0.0
-    assert task.reward("1000", "#### 1,000.00") == 1.0
+def test_the_final_number_counts(gsm8k: str) -> None:
+    gsm8k_reward, arithmetic_reward = tasks.load("gsm8k", 0, gsm8k).reward, tasks.load("arithmetic", 0).reward
+    for text, final in (
+        ("48 + 24 = 72\n#### 72 clips in 2 months", "72"),
+        ("#### 70 no #### 72", "72"),
+        ("so 72", "72"),
+        ("#### $1,000.00", "1000"),
+    ):
+        assert gsm8k_reward(final, text) == 1.0, text
+    for text in ("72\n#### 70", "72\n####", "72 or 70", "#### 172", ""):
+        assert gsm8k_reward("72", text) == 0.0, text
+    assert [arithmetic_reward(7, text) for text in ("7", "3 + 4 = 7.", "7, as 3 + 4", "seven", "17")] == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_gsm8k_visits_every_problem_once_a_pass(gsm8k: str) -> None:
@@ -159,6 +173,12 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, said: str) -> None:
         tasks.load("gsm8k", 0, path)
     with pytest.raises(ValueError, match=f"--eval-data {path}, {said}"):
         tasks.load("gsm8k", 0, write_lines(tmp_path / "good.jsonl", [good]), path)
+
+
+def test_a_broken_character_is_named_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "latin.jsonl").write_bytes(b'\n{"question": "caf\xe9", "answer": "#### 1"}\n')
+    with pytest.raises(ValueError, match=r"latin.jsonl, line 2: not JSON \('utf-8' codec can't decode byte 0xe9"):
+        tasks.load("gsm8k", 0, str(tmp_path / "latin.jsonl"))
 
 
 def test_data_is_asked_for_and_refused(tmp_path: Path) -> None:

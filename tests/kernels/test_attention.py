@@ -135,6 +135,9 @@ def test_lengths_and_pages_that_do_not_fit_are_refused():
     for context, table in ((3, paged.table), (129, paged.table), (4, int32(9, 0)[None]), (4, int32(-1, 0)[None])):
         with pytest.raises(AssertionError, match="do not fit"):
             paged_attention(q, *paged.cache, table, int32(0, 4), int32(context), 1.0)
+    for bad_starts in (int32(1, 4), int32(0, 3), int32(0, 5)):
+        with pytest.raises(AssertionError, match="do not fit"):
+            paged_attention(q, *paged.cache, paged.table, bad_starts, int32(4), 1.0)
     with pytest.raises(AssertionError, match="outside the 4 pages"):
         write_kv(k, v, *paged.cache, torch.tensor([0, 1, 256, 2]))
     with pytest.raises(AssertionError, match="does not cut 4 tokens"):
