@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ def train(run: Trainer, rollout: Rollout | None) -> None:
         refs = run.take(rollout)
         groups = [run.ring.read(ref) for ref in refs]
         run.assert_fresh(groups)
+        parts = [report.rollout_metrics(groups)] if topo.is_node_leader else []
         clock.lap("wait")
 
         # Pack this rank's share. Every count that the loss divides by is global, and known before any backward.
@@ -59,7 +61,6 @@ def train(run: Trainer, rollout: Rollout | None) -> None:
         batches = pack.pad(batches, topo.train_max(len(batches)))  # FSDP: every rank runs as many forwards and backwards
 
         # Sum over tokens / global count, micro-batch by micro-batch.
-        parts = []
         for batch in batches:
             batch = run.with_reference(batch)
             logp_train_M, entropy_M = score(run.model, batch)
@@ -68,6 +69,7 @@ def train(run: Trainer, rollout: Rollout | None) -> None:
             parts += [metrics, loss.staleness(batch, run.version), loss.parity_diff(logp_train_M, batch, run.version, config.on_update)]
 
         # Step and publish; only then are the slots released: released at take, samples would be one version older (DESIGN 4.2).
+        # `groups` are views of the slots and end here.
         grad_norm = run.optimizer.step(run.version)
         run.version += 1
         clock.lap("train")
@@ -76,7 +78,7 @@ def train(run: Trainer, rollout: Rollout | None) -> None:
         clock.lap("sync")
 
         run.checkpoints.check()
-        run.log(groups, parts, counts, grad_norm, clock)
+        run.log(parts, counts, grad_norm, clock)
         if run.version == config.steps or (config.save_every and run.version % config.save_every == 0):
             run.save()
 
@@ -214,13 +216,11 @@ class Trainer:
         if self.topo.is_node_leader:
             self.ring.release(refs, self.version)
 
-    def log(self, groups: list, parts: list[dict[str, Metric]], counts: pack.Counts, grad_norm: float, clock: report.Clock) -> None:
+    def log(self, parts: list[dict[str, Metric]], counts: pack.Counts, grad_norm: float, clock: report.Clock) -> None:
         """Reduce and write the metrics of a step, and print its line."""
         metrics = merge(parts)
         if self.topo.is_node_leader:
-            sampled = sum(int(t.loss_mask.sum()) for group in groups for t in group)
-            metrics |= report.rollout_metrics(groups) | self.ring_metrics(clock.total)
-            metrics["perf/gen_tokens_per_s"] = Sum(sampled / clock.total)
+            metrics |= self.ring_metrics(clock.total)
         metrics |= {
             "perf/step_time": Max(clock.total),
             "perf/train_tokens_per_s": Max(counts.tokens / clock.laps["train"]),
@@ -228,6 +228,7 @@ class Trainer:
             "perf/trainer_wait_frac": Mean(clock.laps["wait"], clock.total),
         }
         values = reduce(metrics, self.topo.control_group)
+        values["perf/gen_tokens_per_s"] = values["rollout/tokens"] / values["perf/step_time"]
         values["train/lr"] = self.optimizer.learning_rate(self.version - 1)
         values |= {"train/grad_norm": grad_norm, "train/tokens": counts.loss_tokens}
         if self.logger is not None:
@@ -283,7 +284,9 @@ def main() -> None:
     config = resolve(config, layout)
     inputs = load_inputs(config)
     if config.dry_run:
-        return print(describe(config, layout, inputs.max_context))
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(describe(config, layout, inputs.max_context))
+        return
     topo = Topology(layout, torch.device("cpu"), config.timeout)
     start = next(s for s in topo.gather(open_run(config) if topo.is_logger else None) if s is not None)
     if topo.is_logger:

@@ -6,7 +6,9 @@ reads first, so a rank that only lost a peer waits before it speaks; torchrun us
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import time
 import traceback
@@ -16,6 +18,7 @@ from typing import NoReturn
 
 _GRACE_S = 5.0  # torchrun looks at its children ten times a second and ends the others; slow start-up of a rank is the rest
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Application timeout", "Read error")
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _OURS = Path(__file__).resolve().parents[1]
 
 
@@ -25,10 +28,19 @@ def _raised_by_us(error: BaseException) -> bool:
     return Path(frame.filename).resolve().is_relative_to(_OURS) and "site-packages" not in frame.filename.removeprefix(str(_OURS))
 
 
+def die_with_parent(with_signal: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the one that started it ends, however that ends: no orphans."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, with_signal) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
 def run(main: Callable[[], None]) -> NoReturn:
     """Run `main` and exit. Leaves by `os._exit` after a failure, so that no destructor waits for a lost peer."""
     rank = int(os.environ.get("RANK", 0))
     code = 0
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(signal.SIGTERM)  # torchrun puts each rank into a session of its own, so nothing else would end it
     try:
         main()
     except KeyboardInterrupt:

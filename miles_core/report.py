@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from miles_core.metrics import Max, Mean, Metric
+from miles_core.metrics import Max, Mean, Metric, Sum
 from miles_core.schema import FINISH_REASONS, VERDICTS, Trajectory
 
 
@@ -30,7 +30,7 @@ class Clock:
 
 
 def rollout_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Metric]:
-    """`rollout/*` of the groups of one step, before any filter: what was sampled, not what was trained on.
+    """`rollout/*` of the groups of one step, before any filter: what was sampled, not what was trained on. Holds no view of them.
 
     Rewards count samples with the verdict ok only; pass@n is the share of groups with a sample whose reward is at least 1.
     """
@@ -46,6 +46,7 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Metric]
         "rollout/reward_std": Mean(sum(spread), len(spread)),
         "rollout/zero_std_frac": Mean(sum(s == 0 for s in spread), len(spread)),
         f"rollout/pass@{max(map(len, groups), default=0)}": Mean(sum(max(r, default=0.0) >= 1 for r in by_group), len(groups)),
+        "rollout/tokens": Sum(float(lengths.sum())),
         "rollout/response_len_mean": Mean(float(lengths.sum()), len(lengths)),
         "rollout/response_len_max": Max(int(lengths.max(initial=0))),
         "rollout/truncated_frac": Mean(sum(t.finish == FINISH_REASONS.index("length") for t in samples), len(samples)),

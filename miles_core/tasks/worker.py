@@ -8,7 +8,6 @@ out, in the same order: {"reward", "verdict", "detail"}. It ends with its stdin,
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import numbers
@@ -18,8 +17,7 @@ import sys
 from typing import Any
 
 from miles_core import tasks
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from miles_core.guard import die_with_parent
 
 
 def judge(task: tasks.Task, answer: Any, text: str) -> tuple[float, str, str]:
@@ -39,10 +37,8 @@ def first_line(text: str) -> str:
 
 
 def main(name: str, seed: str, data: str, eval_data: str) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
     # The parent may be gone before this takes effect: then stdin is at its end, and the loop below ends at once.
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    die_with_parent(signal.SIGKILL)
     # Reward code may print and read: it gets stderr and /dev/null, and never sees the descriptors of the protocol.
     requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
