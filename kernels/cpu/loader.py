@@ -170,6 +170,7 @@ def _intact(path: Path) -> bool:
 
 def _build(path: Path) -> None:
     """Compile into a temporary file, then rename: a reader sees a whole library or none."""
+    print("kernels: compiling the CPU library (some seconds, once)", file=sys.stderr, flush=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     command = ["g++", *FLAGS, str(SOURCES[0]), "-o", str(temporary)]
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ class Run:
 
     def __init__(self, directory: Path, group: dist.ProcessGroup, keep: int = 2, timeout_s: float = 20.0):
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(50, 40), nn.Linear(40, 3))
+        self.model = nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 3))
         self.adamw = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=True)
         self.directory, self.group, self.taken = directory, group, 0
         self.checkpoints = Checkpointer(directory, keep, group, timeout_s)
@@ -142,6 +143,31 @@ def test_the_last_k_are_kept_and_latest_is_the_highest_step(tmp_path: Path, grou
     assert names(tmp_path) == ["latest", "step_1000000", "step_999999"]
 
 
+def test_at_no_moment_is_a_checkpoint_visible_that_is_not_whole(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    """Looks just before every file-system call of the writing thread, which is where a kill would leave things."""
+    run, found, faults, armed = Run(tmp_path, group, keep=1), [], [], threading.Event()
+
+    def look(event: str, _: tuple) -> None:
+        in_writer = threading.current_thread().name.startswith("checkpoint")
+        if armed.is_set() and in_writer and event.startswith(("open", "os.", "shutil.")):
+            armed.clear()  # this very function opens files
+            try:
+                found.append(sorted(int(path.name[5:]) for path in tmp_path.glob("step_*") if read_meta(path)))
+            except ValueError as error:
+                faults.append(f"{event}: {error}")
+            armed.set()
+
+    sys.addaudithook(look)  # cannot be taken back, only disarmed
+    armed.set()
+    for step in (50, 100):
+        run.save(step)
+        run.checkpoints.finish()
+    armed.clear()
+    assert not faults, faults
+    seen = [steps for i, steps in enumerate(found) if i == 0 or steps != found[i - 1]]
+    assert seen == [[], [50], [50, 100], [100]] and len(found) > 30
+
+
 def test_what_a_killed_save_left_is_ignored_and_removed_at_the_next_start(tmp_path: Path, group: dist.ProcessGroup) -> None:
     run = Run(tmp_path, group)
     run.save(50)
@@ -182,7 +208,7 @@ def test_another_format_and_another_model_are_refused(tmp_path: Path, group: dis
     run.save(50)
     run.checkpoints.finish()
     path = latest(tmp_path)
-    model = nn.Sequential(nn.Linear(50, 40), nn.Linear(40, 3, bias=False), nn.LayerNorm(3))
+    model = nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 3, bias=False), nn.LayerNorm(3))
     with pytest.raises(ValueError, match=f"{path} was saved from another model: .* differ in 1.bias, 2.bias, 2.weight$"):
         load_optimizer(path, model, torch.optim.AdamW(model.parameters()), group)
     manifest = json.loads((path / "manifest.json").read_text())
@@ -193,8 +219,8 @@ def test_another_format_and_another_model_are_refused(tmp_path: Path, group: dis
         read_meta(path)
 
 
-# model.safetensors is 9 kB, the shards of the optimizer state are 25 kB
-@pytest.mark.parametrize("limit", [0, 4_000, 16_000], ids=["at the start", "in the model", "in the shards"])
+# model.safetensors has 82 kB, the shard of the optimizer state 176 kB
+@pytest.mark.parametrize("limit", [0, 40_000, 120_000], ids=["at the start", "in the model", "in the shards"])
 def test_a_full_disk_is_one_sentence_and_costs_only_the_new_checkpoint(tmp_path: Path, group: dist.ProcessGroup, limit: int) -> None:
     run = Run(tmp_path, group)
     run.save(50)
@@ -217,7 +243,7 @@ def test_a_full_disk_is_one_sentence_and_costs_only_the_new_checkpoint(tmp_path:
 def test_a_failed_save_surfaces_at_the_next_call_whichever_it_is(tmp_path: Path, group: dist.ProcessGroup) -> None:
     for call in ("save", "check", "finish"):
         run = Run(tmp_path, group)
-        with largest_file(4_000):
+        with largest_file(40_000):
             run.save(100)
             run.checkpoints.pending[1].exception(20)
         with pytest.raises(ValueError, match="checkpoint of step 100"):

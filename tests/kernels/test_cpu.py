@@ -37,9 +37,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that four processes filled at the same time."""
     directory = tmp_path_factory.mktemp("cache")
     processes = [python(IMPLEMENTATION, XDG_CACHE_HOME=str(directory), MILES_CPU_KERNELS="cpp") for _ in range(4)]
+    said = []
     for process in processes:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0 and out.startswith("cpp <CDLL"), err
+        said.append(err.count("kernels: compiling"))
+    assert sorted(said) == [0, 0, 0, 1], "one compiles, the others wait for it"
     return directory
 
 
@@ -102,7 +105,7 @@ def test_self_test_refuses_an_op_that_depends_on_the_batch(monkeypatch):
     right = linear_ref.linear
     monkeypatch.setattr(linear_ref, "linear", lambda x, *rest: right(x, *rest) + 1e-6 * len(x))
     try:
-        with pytest.raises(ValueError, match="not batch-invariant on this machine: linear 31 x 8"):
+        with pytest.raises(ValueError, match="depend on the batch on this machine: linear 31 x 8"):
             self_test([(31, 8)], head_dim=8, num_heads=2, num_kv_heads=1, vocab=16)
     finally:
         loader.select(before)

@@ -61,6 +61,13 @@ def test_largest_noise_takes_the_last_kept_token(impl):
     assert sample(logits, *settings(1, 1.0, 1.0, 0), torch.zeros(1, dtype=torch.float64))[0].item() == 0
 
 
+def test_noise_on_a_boundary_takes_the_next_token(impl):
+    """The cumulative weight must exceed uniform x total: a token's interval is closed below and open above."""
+    for vocab in (4, 40):
+        grid = torch.arange(vocab, dtype=torch.float64) / vocab
+        assert sample(torch.zeros(vocab, vocab), *settings(vocab, 1.0, 1.0, 0), grid)[0].tolist() == list(range(vocab))
+
+
 def test_temperature_zero_takes_the_lowest_of_the_largest(impl):
     logits = torch.randn(5, 100).clamp(max=1.0)
     logits[:, [7, 31, 99]] = 1.0
