@@ -12,6 +12,7 @@ for being stale; one optimizer step per batch, so the proximal policy of the dec
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -218,7 +219,7 @@ class Trainer:
 
     def log(self, parts: list[dict[str, Metric]], counts: pack.Counts, grad_norm: float, clock: report.Clock) -> None:
         """Reduce and write the metrics of a step, and print its line."""
-        metrics = merge(parts)
+        metrics = merge([{"train/staleness_mean": Mean(0, 0)}, *parts])  # nan, not absent, in a step without any kept sample
         if self.topo.is_node_leader:
             metrics |= self.ring_metrics(clock.total)
         metrics |= {
@@ -319,20 +320,21 @@ def main() -> None:
         receiver = Receiver(board, topo.rank, config.timeout, group, topo.first_trainer)
         rollout = Rollout(config, inputs, hf.build(inputs.model_config), node_ring, receiver, topo.rollout_index)
         rollout.refresh(min_version=start.version)
-    topo.gather(None)  # every rank has attached, and has loaded the first weights
-    before = evaluate_everywhere(topo, rollout)
-    if trainer is None:
-        rollout.run()
-    else:
-        train(trainer, rollout)
-        node_ring.stop()
-    if rollout is not None:
-        rollout.refresh(min_version=config.steps)
-    after = evaluate_everywhere(topo, rollout)
-    if trainer is not None:
-        trainer.close(before, after)
-    topo.gather(None)  # the leader's shared memory outlives every use of it
-    topo.close()
+    with contextlib.closing(rollout.rewards) if rollout is not None else contextlib.nullcontext():
+        topo.gather(None)  # every rank has attached, and has loaded the first weights
+        before = evaluate_everywhere(topo, rollout)
+        if trainer is None:
+            rollout.run()
+        else:
+            train(trainer, rollout)
+            node_ring.stop()
+        if rollout is not None:
+            rollout.refresh(min_version=config.steps)
+        after = evaluate_everywhere(topo, rollout)
+        if trainer is not None:
+            trainer.close(before, after)
+        topo.gather(None)  # the leader's shared memory outlives every use of it
+        topo.close()
 
 
 def evaluate_everywhere(topo: Topology, rollout: Rollout | None) -> dict[str, Metric]:

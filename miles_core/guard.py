@@ -7,6 +7,7 @@ reads first, so a rank that only lost a peer waits before it speaks; torchrun us
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import NoReturn
 
 _GRACE_S = 5.0  # torchrun looks at its children ten times a second and ends the others; slow start-up of a rank is the rest
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Application timeout", "Read error")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _OURS = Path(__file__).resolve().parents[1]
 
@@ -56,6 +58,9 @@ def run(main: Callable[[], None]) -> NoReturn:
             traceback.print_exc()
             code = 1
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            print(f"error: {error}: make room on the disk of --run-dir, then start again to resume from its last checkpoint", file=sys.stderr)
+            os._exit(2)
         if any(text in str(error) for text in _PEER_LOST):
             time.sleep(_GRACE_S)
             print(f"rank {rank}: lost another rank; the first failure is above", file=sys.stderr)

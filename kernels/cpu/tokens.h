@@ -60,40 +60,47 @@ INLINE uint64_t order_key(float z, int64_t id) {
     return static_cast<uint64_t>(descending) << 32 | static_cast<uint64_t>(id);
 }
 
-// Sets z to -inf outside the kept set: the top_k largest, and of these the fewest whose float64 weight, added up from the largest, reaches
+// Sets z to -inf outside the kept set: the top_k largest, and of these the fewest whose float64 weight, from the largest on, reaches
 // top_p of their total. The lower id wins among equals; the largest and `target` (if >= 0) are always kept.
 inline void truncate_row(TokenRow& s, long vocab, const Sampling& sampling, int64_t target) {
     const bool top_k = sampling.top_k > 0 && sampling.top_k < vocab;
     // Without top-k: tokens lighter than this weigh less than (1 - top_p) / 2 together, so none is in the smallest set that reaches top_p.
     const double least = top_k ? 0.0 : 0.5 * (1.0 - sampling.top_p) * s.total / static_cast<double>(vocab);
     s.keys.resize(vocab);
-    size_t candidates = 0;
+    size_t kept = 0;
     for (long id = 0; id < vocab; ++id) {  // without a branch that would be mispredicted
-        s.keys[candidates] = order_key(s.z[id], id);
-        candidates += s.e[id] >= least;
+        s.keys[kept] = order_key(s.z[id], id);
+        kept += s.e[id] >= least;
     }
-    s.keys.resize(candidates);
-    size_t sorted = 0;
-    const auto sort_up_to = [&](size_t count) {  // the `count` first keys, in order
-        if (count < s.keys.size()) std::nth_element(s.keys.begin() + sorted, s.keys.begin() + count, s.keys.end());
-        std::sort(s.keys.begin() + sorted, s.keys.begin() + count);
-        sorted = count;
+    const auto first = s.keys.begin();
+    const auto weight = [&](size_t i, size_t end) {
+        double sum = 0.0;
+        for (; i < end; ++i) sum += s.e[s.keys[i] & 0xFFFFFFFFu];
+        return sum;
     };
-    const auto weight = [&](size_t i) { return s.e[s.keys[i] & 0xFFFFFFFFu]; };
     double total = s.total;
     if (top_k) {
-        sort_up_to(sampling.top_k);
-        s.keys.resize(sampling.top_k);
-        total = 0.0;
-        for (size_t i = 0; i < sorted; ++i) total += weight(i);
+        std::nth_element(first, first + sampling.top_k, first + kept);
+        kept = sampling.top_k;
+        total = weight(0, kept);
     }
-    size_t kept = s.keys.size();
     if (sampling.top_p < 1.0f) {
+        const double goal = sampling.top_p * total;
         double before = 0.0;
-        for (kept = 0; kept < s.keys.size() && (kept == 0 || before < sampling.top_p * total); ++kept) {
-            if (kept == sorted) sort_up_to(std::min(s.keys.size(), std::max<size_t>(64, 4 * sorted)));
-            before += weight(kept);
+        size_t begin = 0;
+        while (kept - begin > 64) {  // halve the range in which the weight reaches the goal
+            const size_t middle = begin + (kept - begin) / 2;
+            std::nth_element(first + begin, first + middle, first + kept);
+            const double half = weight(begin, middle);
+            if (before + half < goal) {
+                before += half, begin = middle;
+            } else {
+                kept = middle;
+            }
         }
+        std::sort(first + begin, first + kept);
+        const size_t end = kept;
+        for (kept = begin; kept < end && (kept == 0 || before < goal); ++kept) before += weight(kept, kept + 1);
     }
     s.kept_z.clear();
     for (size_t i = 0; i < kept; ++i) s.kept_z.push_back(s.z[s.keys[i] & 0xFFFFFFFFu]);

@@ -4,9 +4,9 @@
 
 A round handles 32 different records, more memory than a core's own caches hold, from ordinary arrays into shared memory whose pages
 are mapped already. The sources of memcpy are 32 arrays of a record's size: one large array would lie in huge pages, which samples
-do not, and be copied faster. memcpy and what is compared with it take turns, record by record. Printed are medians over rounds: GB/s of
-CPU time of the thread, and the ratio to memcpy. `put` is claim() and put(): one copy and a checksum; `read` verifies the checksum
-and copies nothing; a ring in use does both at the same time, on different ranks.
+do not, and be copied faster. Each measurement runs right after the memcpy that it is compared with. Printed are medians over rounds:
+GB/s of CPU time of the thread, and the ratio to memcpy. `put` makes one copy and a checksum; `read` verifies the checksum and copies
+nothing; a ring in use does both at the same time, on different ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 from samples import trajectory  # noqa: E402
 
-from miles_core.ring import Ring  # noqa: E402
+from miles_core.ring import Claim, Ref, Ring  # noqa: E402
 from miles_core.schema import Trajectory, group_nbytes, trajectory_nbytes  # noqa: E402
 from miles_core.shm import Segment  # noqa: E402
 
@@ -37,16 +37,11 @@ def make_group(number: int, num_samples: int, nbytes: int) -> list[Trajectory]:
     return [trajectory(tokens // 10, tokens - tokens // 10, group=number, sample=i) for i in range(num_samples)]
 
 
-def alternate(one: Callable[[int], None], other: Callable[[int], object]) -> tuple[float, float]:
-    """CPU seconds of `one` and of `other` over all records, in turn."""
-    one_s = other_s = 0.0
-    for i in range(NUM_GROUPS):
-        start = time.thread_time()
-        one(i)
-        middle = time.thread_time()
-        other(i)
-        one_s, other_s = one_s + middle - start, other_s + time.thread_time() - middle
-    return one_s, other_s
+def seconds(work: Callable[..., None], *args: object) -> float:
+    """CPU time of the thread."""
+    start = time.thread_time()
+    work(*args)
+    return time.thread_time() - start
 
 
 def bench(num_samples: int, nbytes: int, rounds: int) -> None:
@@ -59,15 +54,25 @@ def bench(num_samples: int, nbytes: int, rounds: int) -> None:
     ring = Ring.create(num_slots=NUM_GROUPS, slot_bytes=record, window=1, num_rollout_ranks=1, num_groups=1 << 40)
     ring.set_live(0, 0)
 
-    def memcpy(i: int) -> None:
-        target[i] = plain[i]
+    def memcpy() -> None:
+        for i in range(NUM_GROUPS):
+            target[i] = plain[i]
+
+    def put(claims: list[Claim]) -> None:
+        for claim, group in zip(claims, groups, strict=True):
+            ring.put(claim, group)
+
+    def read(refs: list[Ref]) -> None:
+        for ref in refs:
+            ring.read(ref)
 
     speeds: dict[str, list[float]] = {"memcpy": [], "put": [], "read": [], "put + read": []}
     ratios: dict[str, list[float]] = {"put": [], "read": [], "put + read": []}
     for number in range(rounds + 2):  # the first two touch the pages
-        copy_s, put_s = alternate(memcpy, lambda i: ring.put(ring.claim(0), groups[i]))
+        claims = [ring.claim(0) for _ in range(NUM_GROUPS)]
+        copy_s, put_s = seconds(memcpy), seconds(put, claims)
         refs = ring.take(NUM_GROUPS, 1.0)
-        copy_again_s, read_s = alternate(memcpy, lambda i, refs=refs: ring.read(refs[i]))
+        copy_again_s, read_s = seconds(memcpy), seconds(read, refs)
         ring.release(refs, 0)
         if number >= 2:
             total = NUM_GROUPS * record / 1e9

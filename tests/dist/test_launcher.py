@@ -62,6 +62,6 @@ def test_killed_rank_is_named() -> None:
 def test_deadline_names_the_rank_and_where_it_was_and_leaves_nobody() -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not finish(?s:.)*_one_hangs"):
-        run_ranks(2, _one_hangs, timeout=3.0)
-    assert time.monotonic() - start < 10
+        run_ranks(2, _one_hangs, timeout=20.0)
+    assert time.monotonic() - start < 40
     assert multiprocessing.active_children() == []

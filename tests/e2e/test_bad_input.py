@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import Job, sentence, succeed
+from harness import Job, sentence
 from safetensors.torch import load_file, save_file
 
 from miles_core.assets import TINY
@@ -115,7 +115,7 @@ GSM8K = ("--task", "gsm8k", "--data", "data.jsonl")
         (GOOD[:2] + ['{"question": "broken'], [], "--data data.jsonl, line 3: not JSON"),
         (GOOD[:4] + ['{"question": "What is 1 + 1?"}'], [], "--data data.jsonl, line 5: the field 'answer' is missing"),
         ([], [], "--data data.jsonl holds no problem"),
-        (GOOD + 20 * [LONG], ["--max-context", 300], "tokens, but --max-context 300 less --max-new-tokens 16 leaves 284"),
+        (GOOD + 40 * [LONG], ["--max-context", 300], "tokens, but --max-context 300 less --max-new-tokens 16 leaves 284"),
     ],
     ids=["not-json", "no-answer", "empty", "prompt-too-long"],
 )
@@ -142,12 +142,12 @@ def task(seed, data):
 """
 
 
-@pytest.mark.parametrize("fault", REWARDS)
-def test_reward_function(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(("fault", "ranks"), [("raises", 2), ("nan", 0), ("hangs", 0)])
+def test_reward_function(tmp_path: Path, fault: str, ranks: int) -> None:
     body, said = REWARDS[fault]
     (tmp_path / "my_task.py").write_text(TASK_FILE.format(body=body))
     arguments = (*SMALL, "--eval-prompts", 0, "--task", "my_task.py", "--reward-timeout", 0.2)
-    assert refused(tmp_path, *arguments, ranks=2) == f"--task my_task.py: 16 rewards in a row failed, {said}"
+    assert refused(tmp_path, *arguments, ranks=ranks) == f"--task my_task.py: 16 rewards in a row failed, {said}"
 
 
 # ---- what happens to a running job --------------------------------------------------------------------------------------------------
@@ -184,11 +184,19 @@ def test_interrupt(tmp_path: Path, ranks: int) -> None:
     assert "Traceback" not in ended.err, str(ended)
 
 
-@pytest.mark.parametrize(("limit", "said"), [(600_000, r"checkpoint of step \d+ in run/checkpoints .*could not be written"), (1, "")])
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (600_000, r"checkpoint of step 10 in run/checkpoints \(\d+ MiB free\) could not be written: .*File too large"),
+        (5_000, r"File too large: make room on the disk of --run-dir, then start again to resume from its last checkpoint"),
+    ],
+    ids=["checkpoint", "metrics"],
+)
 def test_full_disk(tmp_path: Path, limit: int, said: str) -> None:
-    """No file may grow beyond `limit` bytes from the third step on: a checkpoint does not fit, or not even a line of metrics."""
+    """From the third step on no file may grow beyond `limit` bytes: a checkpoint does not fit, or not even a line of metrics."""
     job = running(tmp_path, "--save-every", 10, ranks=0)
     resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
-    assert re.search(said, sentence(job.end()))
-    assert not [path for path in (tmp_path / "run/checkpoints").iterdir() if path.name != ".tmp_latest"]
-    assert succeed  # placeholder
+    ended = job.end()
+    assert ended.code == 2, str(ended)
+    assert re.search(said, ended.err.splitlines()[-1]), str(ended)  # TensorBoard's own thread may complain before
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
