@@ -190,8 +190,10 @@ def evaluate(config: Config, inputs: Inputs, engine: Engine, rewards: RewardPool
     """pass@1, pass@k and mean reward over this rank's share of the held-out prompts, as sums that the ranks merge.
 
     A sample passes when its reward is at least 1. pass@k (k = --eval-samples) is the share of prompts that any sample passes.
-    Samples without the verdict ok are left out, and counted.
+    Samples without the verdict ok are left out, and counted. Nothing with --eval-prompts 0.
     """
+    if not config.eval_prompts:
+        return {}
     params = sampling_params(config, inputs)
     numbers = range(shard, min(config.eval_prompts, inputs.task.num_eval), num_shards)
     prompts = [make_prompt(config, inputs, number, "eval") for number in numbers]

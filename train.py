@@ -141,10 +141,14 @@ class Start:
 def open_run(config: Config) -> Start:
     """Create the run directory, or find the newest checkpoint in one that exists (one rank)."""
     run_dir = rundir.choose(config.run_dir)
-    rundir.open_run(run_dir, config.to_json())
     path = checkpoint.latest(run_dir / "checkpoints")
-    if path is None:
-        return Start(run_dir)
+    start = Start(run_dir) if path is None else resumed(config, run_dir, path)
+    rundir.open_run(run_dir, config.to_json())  # last: a config that is refused must not replace the recorded one
+    return start
+
+
+def resumed(config: Config, run_dir: Path, path: Path) -> Start:
+    """Where a run goes on from a checkpoint. ValueError when it is damaged, or this config cannot."""
     meta = checkpoint.read_meta(path)
     if meta["version"] >= config.steps:
         raise ValueError(f"--run-dir {run_dir} has done its {meta['version']} steps: raise --steps above that, or give another directory")
@@ -260,13 +264,18 @@ class Trainer:
         tensors = parallel.full_tensors(self.model)
         self.checkpoints.save(self.version, self.model, self.optimizer.adamw, tensors, meta, write_model)
 
+    def log_evaluation(self, metrics: dict[str, Metric]) -> None:
+        """A line of its own in the metrics file."""
+        if self.logger is not None and metrics:
+            self.logger.log(self.version, {name: metric.value() for name, metric in metrics.items()})
+
     def close(self, before: dict[str, Metric], after: dict[str, Metric]) -> None:
         """Wait for the last checkpoint and print the summary."""
         self.checkpoints.finish()
+        self.log_evaluation(after)
         if self.logger is None:
             return
         before, after = ({name: m.value() for name, m in metrics.items()} for metrics in (before, after))
-        self.logger.log(self.version, after)
         wait, blocked = (report.mean(self.logger.history(f"perf/{name}_frac")) for name in ("trainer_wait", "producer_blocked"))
         print(
             report.summary(
@@ -326,6 +335,7 @@ def main() -> None:
         if trainer is None:
             rollout.run()
         else:
+            trainer.log_evaluation(before)
             train(trainer, rollout)
             node_ring.stop()
         if rollout is not None:

@@ -59,7 +59,7 @@ def run(main: Callable[[], None]) -> NoReturn:
             code = 1
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            print(f"error: {error}: make room on the disk of --run-dir, then start again to resume from its last checkpoint", file=sys.stderr)
+            print(f"error: {error}: make room on the disk of --run-dir, then resume the run from its last checkpoint", file=sys.stderr)
             os._exit(2)
         if any(text in str(error) for text in _PEER_LOST):
             time.sleep(_GRACE_S)

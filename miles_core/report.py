@@ -108,7 +108,7 @@ def summary(
     lines = [
         "",
         f"done: {steps} steps in {duration(seconds)} ({steps / max(seconds, 1e-9):.2f} steps/s)",
-        f"  reward     {mean(rewards[:window]):.3f} -> {mean(rewards[-window:]):.3f}   (mean of the first and the last {window} steps)",
+        f"  reward     {mean(rewards[:1]):.3f} -> {mean(rewards[-window:]):.3f}   (first step, mean of the last {window})",
     ]
     for name, after in eval_after.items():
         before = f"{eval_before[name]:.3f} -> " if name in eval_before else ""

@@ -46,12 +46,12 @@ class Clock(TrainerCallback):
     def on_step_begin(self, *args, **kwargs): self.start = time.perf_counter()
     def on_step_end(self, *args, **kwargs): times.append(time.perf_counter() - self.start)
 def reward(completions, **kwargs): return [c[0]["content"].count("e") / 100 for c in completions]
-config = GRPOConfig(out, per_device_train_batch_size=prompts * samples, num_generations=samples, max_completion_length=tokens, max_steps=steps,
-    learning_rate=1e-6, beta=0.0, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False, report_to=[], logging_steps=1,
-    save_strategy="no", temperature=1.0, num_iterations=1, steps_per_generation=1, shuffle_dataset=False, disable_tqdm=True)
+config = GRPOConfig(out, per_device_train_batch_size=prompts * samples, num_generations=samples, max_completion_length=tokens,
+    max_steps=steps, learning_rate=1e-6, beta=0.0, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False, report_to=[],
+    logging_steps=1, save_strategy="no", temperature=1.0, num_iterations=1, steps_per_generation=1, shuffle_dataset=False, disable_tqdm=True)
 policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-trainer = GRPOTrainer(policy, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows), processing_class=AutoTokenizer.from_pretrained(model),
-    callbacks=[Clock()])
+trainer = GRPOTrainer(policy, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
+    processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()])
 trainer.train()
 lengths = [line["completions/mean_length"] for line in trainer.state.log_history if "completions/mean_length" in line]
 print("RESULT", json.dumps({"seconds": times, "length": sum(lengths) / len(lengths)}))
@@ -61,17 +61,13 @@ print("RESULT", json.dumps({"seconds": times, "length": sum(lengths) / len(lengt
 def ours(model: str, steps: int, work: Path) -> tuple[list[float], float]:
     """(seconds of every step but the first, mean answer length)."""
     (work / "story.py").write_text(TASK)
-    flags = f"--task {work}/story.py --rollout-ranks-per-node 0 --prompts-per-step {PROMPTS} --samples-per-prompt {SAMPLES} --lr 1e-6 "
-    flags += f"--max-new-tokens {NEW_TOKENS} --max-context 256 --eval-prompts 0 --save-every 0 --steps {steps} --run-dir {work}/run --model {model}"
-    command = [
-        sys.executable,
-        str(ROOT / "launch/torchrun.py"),
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(ROOT / "train.py"),
-        *flags.split(),
-    ]
+    flags = {
+        "model": model, "task": work / "story.py", "run-dir": work / "run", "rollout-ranks-per-node": 0, "prompts-per-step": PROMPTS,
+        "samples-per-prompt": SAMPLES, "max-new-tokens": NEW_TOKENS, "max-context": 256, "lr": 1e-6, "steps": steps, "eval-prompts": 0,
+        "save-every": 0,
+    }  # fmt: skip
+    command = [sys.executable, str(ROOT / "launch/torchrun.py"), "--standalone", "--nproc-per-node", "2", str(ROOT / "train.py")]
+    command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "USE_HUB_KERNELS": "0"}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1800, env=environment)
     lines = [json.loads(line) for line in (work / "run/metrics.jsonl").read_text().splitlines()]

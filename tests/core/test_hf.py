@@ -157,6 +157,15 @@ def test_defaults_of_an_old_llama(tmp_path: Path, words: Path) -> None:
     assert config.rms_norm_eps == 1e-6 and config.rope_scaling is None and not (config.qkv_bias or config.o_bias or config.mlp_bias)
 
 
+def test_families_read_the_same_keys_differently(checkpoint: Path, tmp_path: Path, words: Path) -> None:
+    """As transformers does: Qwen3 without a head_dim has 128, and Qwen2 has biases on q, k, v alone whatever the config says."""
+    edit(checkpoint / "config.json", attention_bias=True, mlp_bias=True)
+    assert hf.load_config(checkpoint) == CONFIGS["qwen2-tied"]
+    path = saved(CONFIGS["qwen3"], tmp_path / "qwen3", words)
+    edit(path / "config.json", head_dim=None)
+    assert hf.load_config(path).head_dim == 128
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import time
 
-from miles_core.tasks import Task
-from miles_core.tasks import sort
+from miles_core.tasks import Task, sort
 
 
 def task(seed: int, data: str) -> Task:

@@ -44,7 +44,7 @@ def refused(cwd: Path, *arguments: object, **kwargs: object) -> str:
         (["--rollout-ranks-per-node", 0], UNEVEN_WORLD, "--nproc-per-node 2 does not divide the world of 3 ranks"),
         (["--rollout-ranks-per-node", 1], {}, "--rollout-ranks-per-node 1 leaves no training rank among the 1 of a node: use 0"),
         (["--max-new-tokens", 1024], {}, "--max-new-tokens must leave room for a prompt in --max-context 1024"),
-        (["--max-new-tokens", 4096, "--max-context", 9000], {}, "--max-new-tokens 4096 leaves no room for a prompt: --model tiny takes 4096"),
+        (["--max-new-tokens", 4096, "--max-context", 9000], {}, "4096 leaves no room for a prompt: --model tiny takes 4096"),
         (["--micro-batch-tokens", 100], {}, "--micro-batch-tokens 100 cannot hold one sample of --max-context 1024"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else "",
@@ -188,7 +188,7 @@ def test_interrupt(tmp_path: Path, ranks: int) -> None:
     ("limit", "said"),
     [
         (600_000, r"checkpoint of step 10 in run/checkpoints \(\d+ MiB free\) could not be written: .*File too large"),
-        (5_000, r"File too large: make room on the disk of --run-dir, then start again to resume from its last checkpoint"),
+        (5_000, r"File too large: make room on the disk of --run-dir, then resume the run from its last checkpoint"),
     ],
     ids=["checkpoint", "metrics"],
 )
