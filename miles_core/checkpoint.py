@@ -30,14 +30,14 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from miles_core.digest import file_digest
+
 FORMAT = 1
-_CHUNK = 1 << 20  # bytes
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 WriteModel = Callable[[Path, Tensors], None]
@@ -126,7 +126,7 @@ class Checkpointer:
         num_written, num_ranks = len(list((temporary / "train_state").glob("*.distcp"))), dist.get_world_size(self.group)
         if num_written != num_ranks:
             raise ValueError(f"{num_written} of {num_ranks} ranks wrote here: --run-dir must be one directory for all nodes")
-        manifest = {str(path.relative_to(temporary)): [path.stat().st_size, _digest(path)] for path in _files(temporary)}
+        manifest = {str(path.relative_to(temporary)): [path.stat().st_size, file_digest(path)] for path in _files(temporary)}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         for path in (*_files(temporary), temporary / "train_state", temporary):
             _fsync(path)
@@ -157,7 +157,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         file = path / name
         if not file.is_file():
             raise ValueError(f"{file} is missing from the checkpoint: remove {path} to go on from an earlier one")
-        if file.stat().st_size != size or _digest(file) != digest:
+        if file.stat().st_size != size or file_digest(file) != digest:
             raise ValueError(f"{file} is not what was saved (size or digest differ): remove {path} to go on from an earlier one")
     meta = json.loads((path / "train_state" / "meta.json").read_text())
     if meta.pop("format") != FORMAT:
@@ -240,14 +240,6 @@ def _step(path: Path) -> int:
 
 def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
-
-
-def _digest(path: Path) -> str:
-    state = xxhash.xxh3_64()
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            state.update(chunk)
-    return state.hexdigest()
 
 
 def _fsync(path: Path) -> None:

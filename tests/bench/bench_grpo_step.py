@@ -47,8 +47,9 @@ class Clock(TrainerCallback):
     def on_step_end(self, *args, **kwargs): times.append(time.perf_counter() - self.start)
 def reward(completions, **kwargs): return [c[0]["content"].count("e") / 100 for c in completions]
 config = GRPOConfig(out, per_device_train_batch_size=prompts * samples, num_generations=samples, max_completion_length=tokens,
-    max_steps=steps, learning_rate=1e-6, beta=0.0, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False, report_to=[],
-    logging_steps=1, save_strategy="no", temperature=1.0, num_iterations=1, steps_per_generation=1, shuffle_dataset=False, disable_tqdm=True)
+    max_steps=steps, learning_rate=1e-6, beta=0.0, use_cpu=True, bf16=False, fp16=False, report_to=[],
+    gradient_checkpointing=False, logging_steps=1, save_strategy="no", temperature=1.0, num_iterations=1,
+    steps_per_generation=1, shuffle_dataset=False, disable_tqdm=True)
 policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 trainer = GRPOTrainer(policy, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
     processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()])
