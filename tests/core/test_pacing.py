@@ -14,7 +14,7 @@ from samples import trajectory
 
 from miles_core.ring import Claim, Ring, derive, staleness_bound
 
-SIZES = [(P, S) for P in (1, 2, 3, 5, 8) for S in range(5)]
+SIZES = [(P, S) for P in (1, 2, 3, 7) for S in range(5)]
 
 
 @dataclass

@@ -130,6 +130,7 @@ def test_a_resumed_ring_skips_what_was_consumed_and_makes_the_rest() -> None:
     done = first.consumed()
     assert done == [0, 1, 3]
     second = make(6, window=3, num_groups=9, done=done, live=7)
+    assert second.consumed() == done
     assert put_all(second) == [2, 4, 5, 6, 7, 8]
     assert [r.group for r in second.take(6, 1.0)] == [2, 4, 5, 6, 7, 8]
     assert second.consumed() == list(range(9))
@@ -205,7 +206,7 @@ def test_an_overdue_take_names_the_group_its_maker_and_everybodys_last_sign_of_l
     assert f"waited 0.05 s for group 3 (slot {claims[1].slot}, WRITING, rollout rank 1, pid {pid})" in str(caught.value)
     assert "2 of 3 groups are ready" in str(caught.value)
     for rank in range(2):
-        assert re.search(rf"rollout rank {rank} \(pid {pid}\) was generating 0\.\d s ago", str(caught.value))
+        assert re.search(rf"rollout rank {rank} \(pid {pid}\) was generating \d+\.\d s ago", str(caught.value))
     monkeypatch.setattr(ring_module, "process_start", lambda pid: 0)
     with pytest.raises(TimeoutError, match=rf"rollout rank 0 \(pid {pid}, which has ended\)"):
         ring.take(3, 0.01)
@@ -231,10 +232,10 @@ def test_the_deadline_of_take_starts_anew_with_every_group(monkeypatch: pytest.M
 
 def test_a_rank_without_a_slot_can_tell_that_the_trainer_is_gone() -> None:
     ring = make(num_rollout_ranks=1)
-    ring.expect_trainer(10.0)
+    ring.expect_trainer(60.0)
     ring.beat(TRAINER, "training")
     time.sleep(0.02)
-    with pytest.raises(TimeoutError, match=rf"the training leader \(pid {os.getpid()}\) was training 0\.\d s ago"):
+    with pytest.raises(TimeoutError, match=rf"the training leader \(pid {os.getpid()}\) was training \d+\.\d s ago"):
         ring.expect_trainer(0.01)
 
 

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_core.guard import die_with_parent
+
 ROOT = Path(__file__).resolve().parents[2]
 TASK = Path(__file__).parent / "group_task.py"
 DEADLINE_S = 120.0
@@ -58,7 +60,7 @@ class Job:
         with self.files[0].open("w") as out, self.files[1].open("w") as err:
             self.process = subprocess.Popen(
                 [*command, *map(str, arguments)], cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
-                env=kept | ours | env | dict([self.mark.split("=")]),
+                env=kept | ours | env | dict([self.mark.split("=")]), preexec_fn=lambda: die_with_parent(signal.SIGKILL),
             )  # fmt: skip
 
     @property
