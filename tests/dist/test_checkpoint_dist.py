@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -15,11 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from launcher import run_ranks
+from safetensors.torch import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from miles_core.assets import TINY
-from miles_core.checkpoint import Checkpointer, Tensors, latest, load_optimizer, read_meta
+from miles_core.checkpoint import Checkpointer, Tensors, WriteModel, latest, load_optimizer, read_meta
 from miles_core.model import hf
 from miles_core.model.parallel import full_tensors, shard
 
@@ -27,6 +29,15 @@ META = {"version": 2}
 
 
 def write_model(path: Path, tensors: Tensors) -> None:
+    """What hf.load reads; hf.save itself would bring transformers into every process here, for the tokenizer."""
+    path.mkdir()
+    shutil.copy(TINY / "config.json", path)
+    named = {name if name == "lm_head.weight" else f"model.{name}": tensor for name, tensor in tensors}
+    (path / "model.safetensors").write_bytes(save(named))
+
+
+def save_model(path: Path, tensors: Tensors) -> None:
+    """As a real run does."""
     hf.save(path, hf.load_config(TINY), tensors, TINY)
 
 
@@ -49,8 +60,8 @@ class Run:
             parameter.grad = distribute_tensor(gradient, self.mesh, parameter.placements)
         self.adamw.step()
 
-    def save(self, step: int) -> None:
-        self.checkpoints.save(step, self.model, self.adamw, full_tensors(self.model), META, write_model)
+    def save(self, step: int, write: WriteModel = write_model) -> None:
+        self.checkpoints.save(step, self.model, self.adamw, full_tensors(self.model), META, write)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in full_tensors(self.model)}
@@ -99,7 +110,7 @@ def one_rank_cannot_write(directory: Path, victim: int, limit: int) -> tuple[str
     run.checkpoints.finish()
     if dist.get_rank() == victim:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    run.save(2)
+    run.save(2, save_model)
     with pytest.raises(ValueError) as error:
         run.checkpoints.finish()
     dist.barrier()  # the first rank has cleaned up
