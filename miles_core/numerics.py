@@ -15,6 +15,8 @@ def setup() -> None:
     """Deterministic algorithms only, and as many threads as OMP_NUM_THREADS says (one if unset: see launch/env.sh)."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     torch.use_deterministic_algorithms(True)
+    # That mode also fills every new tensor with NaN, a debugging aid that costs a write of each; the tests of the kernels do it themselves.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
