@@ -23,6 +23,7 @@ from miles_core.engine.sampler import StopStrings, sample
 from miles_core.engine.scheduler import Copy, Plan, Scheduler
 from miles_core.engine.sequence import Completion, Counters, Request, SamplingParams, Sequence, Table
 from miles_core.model.attend import PagedAttend
+from miles_core.model.hf import Tokenizer
 from miles_core.model.transformer import Transformer
 from miles_core.schema import FINISH_REASONS, Trajectory
 
@@ -38,7 +39,15 @@ class Engine:
     """
 
     def __init__(
-        self, model: Transformer, tokenizer, *, seed: int, num_pages: int, max_batch_tokens: int, max_sequences: int, version: int = 0
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        *,
+        seed: int,
+        num_pages: int,
+        max_batch_tokens: int,
+        max_sequences: int,
+        version: int = 0,
     ):
         for name, value in (("num_pages", num_pages), ("max_batch_tokens", max_batch_tokens), ("max_sequences", max_sequences)):
             if value < 1:

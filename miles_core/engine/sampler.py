@@ -10,6 +10,7 @@ import torch
 
 from kernels import sample as ops
 from miles_core.engine.sequence import Table
+from miles_core.model.hf import Tokenizer
 
 
 def sample(logits_MV: torch.Tensor, table: Table, lanes_M: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -34,7 +35,7 @@ class StopStrings:
 
     WINDOW = 6  # tokens of one decoding at most, when they do not add up to whole characters
 
-    def __init__(self, tokenizer, strings: tuple[str, ...]):
+    def __init__(self, tokenizer: Tokenizer, strings: tuple[str, ...]):
         self.tokenizer, self.strings = tokenizer, strings
         self.keep = max(map(len, strings)) - 1  # characters of the past that a match can reach back to
         self.past = ""
