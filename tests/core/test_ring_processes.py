@@ -45,8 +45,8 @@ def start() -> Iterator[Callable[..., BaseProcess]]:
 
 
 def contents(number: int) -> list[Trajectory]:
-    """What group `number` must hold, whoever made it: about 60 KB."""
-    return [trajectory(1000 + number % 7, 2000, group=number, sample=i) for i in range(2)]
+    """What group `number` must hold, whoever made it: about 16 KB."""
+    return [trajectory(300 + number % 7, 600, group=number, sample=i) for i in range(2)]
 
 
 def write_groups(path: str, rank: int, pause_s: float) -> None:
@@ -96,7 +96,7 @@ def ring_of(num_slots: int, num_groups: int, num_rollout_ranks: int = 3) -> Ring
 
 def test_every_group_arrives_once_and_whole_at_every_reader(start: Callable[..., BaseProcess]) -> None:
     residue = set(os.listdir("/dev/shm"))
-    ring, num_groups = ring_of(6, 200), 200
+    ring, num_groups = ring_of(6, 80), 80
     ends = [processes.Pipe() for _ in range(2)]
     for _, theirs in ends:
         start(read_groups, ring.segment.path, theirs)
