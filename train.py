@@ -31,7 +31,7 @@ from miles_core.model import hf, parallel
 from miles_core.model.attend import PackedAttend
 from miles_core.model.transformer import Transformer
 from miles_core.optim import Optimizer
-from miles_core.ring import Ref, Ring
+from miles_core.ring import TRAINER, Ref, Ring
 from miles_core.schema import Batch, Trajectory, trajectory_nbytes
 from miles_core.topology import Layout, Topology, layout_from_env
 from miles_core.weights import Board, Plan, Publisher, Receiver
@@ -63,6 +63,8 @@ def train(run: Trainer, rollout: Rollout | None) -> None:
 
         # Sum over tokens / global count, micro-batch by micro-batch.
         for batch in batches:
+            if topo.is_node_leader:
+                run.ring.beat(TRAINER, "training")  # to rollout ranks that wait for a slot
             batch = run.with_reference(batch)
             logp_train_M, entropy_M = score(run.model, batch)
             value, metrics = loss.policy_loss(logp_train_M, entropy_M, batch, run.loss_params, total)

@@ -13,6 +13,7 @@ In a Batch, T and M count over all packed sequences and S is the number of seque
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -98,7 +99,7 @@ class Trajectory:
 
     def check(self) -> None:
         """Assert that the arrays agree with each other."""
-        num_tokens, num_sampled = len(self.tokens), int(self.loss_mask.sum())
+        num_tokens, num_sampled = len(self.tokens), int(np.count_nonzero(self.loss_mask))
         lengths = {f.name: len(getattr(self, f.name)) for f in ARRAYS if f.shape == "T"}
         assert set(lengths.values()) == {num_tokens}, f"per-token fields differ in length: {lengths}"
         assert int(self.version[:, 1].sum()) == num_sampled, (self.version, num_sampled)
@@ -165,38 +166,29 @@ def write_group(group: list[Trajectory], buffer: memoryview) -> int:
 
     Layout: int64 count; then for each trajectory its scalars with the array lengths, then its arrays in FIELDS order, each aligned to 8.
     """
-    out = np.frombuffer(buffer, np.uint8)
-    out[:8].view(np.int64)[0] = len(group)
+    np.frombuffer(buffer, np.int64, 1)[0] = len(group)
     offset = 8
     for t in group:
         t.check()
-        record = np.zeros((), _SCALAR_DTYPE)
-        for f in SCALARS:
-            record[f.name] = getattr(t, f.name)
-        for f in ARRAYS:
-            record[f"len_{f.name}"] = len(getattr(t, f.name))
-        out[offset : offset + _SCALAR_DTYPE.itemsize] = np.frombuffer(record.tobytes(), np.uint8)
-        offset += _aligned(_SCALAR_DTYPE.itemsize)
-        for f in ARRAYS:
-            source = np.ascontiguousarray(getattr(t, f.name), f.dtype).reshape(-1).view(np.uint8)
-            out[offset : offset + len(source)] = source
-            offset += _aligned(len(source))
+        arrays = [np.ascontiguousarray(getattr(t, f.name), f.dtype) for f in ARRAYS]
+        scalars = np.array((*(getattr(t, f.name) for f in SCALARS), *map(len, arrays)), _SCALAR_DTYPE)
+        for array in (scalars, *arrays):
+            buffer[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8).data
+            offset += _aligned(array.nbytes)
     return offset
 
 
 def read_group(buffer: memoryview) -> list[Trajectory]:
     """Inverse of `write_group`, without a copy: the arrays are views of `buffer`."""
-    data = np.frombuffer(buffer, np.uint8)
     offset, group = 8, []
-    for _ in range(int(data[:8].view(np.int64)[0])):
-        record = data[offset : offset + _SCALAR_DTYPE.itemsize].view(_SCALAR_DTYPE)[0]
+    for _ in range(int(np.frombuffer(buffer, np.int64, 1)[0])):
+        scalars = np.frombuffer(buffer, _SCALAR_DTYPE, 1, offset)[0].item()
         offset += _aligned(_SCALAR_DTYPE.itemsize)
-        values: dict[str, Any] = {f.name: record[f.name].item() for f in SCALARS}
-        for f in ARRAYS:
-            shape = _array_shape(f, int(record[f"len_{f.name}"]))
-            nbytes = int(np.prod(shape)) * np.dtype(f.dtype).itemsize
-            values[f.name] = data[offset : offset + nbytes].view(f.dtype).reshape(shape)
-            offset += _aligned(nbytes)
+        values: dict[str, Any] = {f.name: value for f, value in zip(SCALARS, scalars, strict=False)}
+        for f, length in zip(ARRAYS, scalars[len(SCALARS) :], strict=True):
+            shape = _array_shape(f, length)
+            values[f.name] = np.frombuffer(buffer, f.dtype, math.prod(shape), offset).reshape(shape)
+            offset += _aligned(values[f.name].nbytes)
         group.append(Trajectory(**values))
     return group
 

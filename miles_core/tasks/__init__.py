@@ -20,12 +20,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from miles_core.tasks import arithmetic, gsm8k, reasoning_gym, sort
 from miles_core.tasks.base import SPLITS, Task, one_user_turn, unknown
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from miles_core.schema import Prompt
 
 __all__ = ["SPLITS", "Task", "encode", "load", "make_prompt", "user_prompt"]
@@ -91,6 +91,8 @@ def encode(messages: list[dict], tokenizer: Any, what: str) -> np.ndarray:
     A tokenizer without a template gets the plain text of the messages, and that is said once on stderr. Raises ValueError (about `what`)
     when a message spells a control token such as <|im_end|>: tokenised, it would end the turn in the middle of the question.
     """
+    import numpy as np  # here: it starts threads, and a reward process, which loads this module, forks
+
     for token in _control_tokens(tokenizer):
         if any(token in message["content"] for message in messages):
             raise ValueError(f"{what} contains the control token {token} of this model; remove it")

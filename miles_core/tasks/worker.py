@@ -3,7 +3,7 @@
     python -m miles_core.tasks.worker TASK SEED DATA EVAL_DATA
 
 First line out: {"ready": true}, or {"error": sentence} if the task does not load. Then, for every line in {"answer", "text"}, one line
-out, in the same order: {"reward", "verdict", "detail"}. It ends with its stdin, and is killed by the kernel when its parent dies.
+out, in the same order: {"reward", "verdict", "detail"}. It ends with its stdin, and when its parent dies, with its whole process group.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 import numbers
 import os
+import select
 import signal
 import sys
 from typing import Any
@@ -36,9 +37,22 @@ def first_line(text: str) -> str:
     return text.partition("\n")[0][:300]
 
 
+def end_group_with_stdin() -> None:
+    """Fork a watcher that kills this process group when nobody holds the other end of stdin any more: the parent has died.
+
+    The kernel's parent-death signal ends the worker alone, and would leave behind the programs that a reward started.
+    """
+    if os.fork() == 0:
+        os.close(1)  # else the parent would not see the worker's end
+        poll = select.poll()
+        poll.register(0, 0)  # no event asked for: a hang-up is always told, and requests are left for the worker
+        poll.poll()
+        os.killpg(0, signal.SIGKILL)
+
+
 def main(name: str, seed: str, data: str, eval_data: str) -> None:
-    # The parent may be gone before this takes effect: then stdin is at its end, and the loop below ends at once.
     die_with_parent(signal.SIGKILL)
+    end_group_with_stdin()
     # Reward code may print and read: it gets stderr and /dev/null, and never sees the descriptors of the protocol.
     requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -57,7 +57,7 @@ def body(megabytes: int, transport: str) -> list[list[float]]:
 
     def copy() -> None:
         for name, tensor in tensors.items():
-            np.copyto(copies[name].numpy(), tensor.numpy())
+            np.copyto(copies[name].flatten().view(torch.uint8).numpy(), tensor.flatten().view(torch.uint8).numpy())
 
     seconds = []
     for version in range(ROUNDS + WARM_UP):

@@ -208,25 +208,28 @@ def test_close_leaves_no_process(do: Callable[..., RewardPool], tmp_path: Path) 
     wait_until(lambda: not any(map(is_alive, pids)), f"end of {pids}")
 
 
-@pytest.mark.parametrize("text", ["true", "hang"])
-def test_workers_die_with_their_parent(do: Callable[..., RewardPool], tmp_path: Path, text: str) -> None:
-    """Idle or in the middle of a reward that hangs: a rank that is killed with SIGKILL leaves no reward process behind."""
+def test_workers_die_with_their_parent_and_so_does_what_rewards_started(do: Callable[..., RewardPool], tmp_path: Path) -> None:
+    """A rank killed with SIGKILL, one worker idle and one in the middle of a reward that hangs."""
     do()  # writes the task's file
+    file = tmp_path / "pids"
     code = f"""
-import sys, time
+import os, time
 from miles_core.tasks.rewards import RewardPool
-pool = RewardPool({str(tmp_path / "do.py")!r}, 0)
-pool.submit(0, {str(tmp_path / "pids")!r}, {text!r})
-while True:
-    if pool.poll() or {text == "hang"} and __import__("os").path.exists({str(tmp_path / "pids")!r}):
-        print(pool._workers[0].process.pid, flush=True)
+pool = RewardPool({str(tmp_path / "do.py")!r}, 0, num_workers=2)
+pool.submit(0, {str(file)!r}, "hang")
+while not all(worker.ready for worker in pool._workers) or not os.path.exists({str(file)!r}):
+    pool.poll()
     time.sleep(0.01)
+print(*(worker.process.pid for worker in pool._workers), flush=True)
+time.sleep(1000)
 """
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    worker = int(parent.stdout.readline())
-    assert is_alive(worker)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    wait_until(lambda: len(file.read_text().split()) == 2, "a reward that hangs")
+    pids += [int(pid) for pid in file.read_text().split()]
+    assert len(pids) == 4 and all(map(is_alive, pids))
     parent.kill()
     parent.wait()
-    wait_until(lambda: not is_alive(worker), f"end of {worker}")
     parent.stdout.close()
+    wait_until(lambda: not any(map(is_alive, pids)), f"end of {pids}")
