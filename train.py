@@ -193,6 +193,7 @@ class Trainer:
         """P references, the same on every training rank of the node. A colocated rank rolls out until P groups are ready."""
         count = self.config.prompts_per_step // self.topo.layout.num_nodes
         if rollout is not None:
+            rollout.refresh()  # also where the groups are ready already: slots are freed when every rank has the new weights
             while not self.ring.ready(count):
                 if not rollout.tick():
                     time.sleep(0.0005)

@@ -107,7 +107,7 @@ class Topology:
         self.train_group = dist.new_group(train_ranks, timeout=timeout, backend=backend)  # FSDP
         self.control_group = dist.new_group(train_ranks, timeout=timeout, backend="gloo")  # counts and metrics of the training ranks
         self.checkpoint_group = dist.new_group(train_ranks, timeout=timeout, backend="gloo")  # used by the checkpoint thread alone
-        self.weights_group = dist.new_group(self.weights_ranks, timeout=timeout, backend=backend)
+        self.weights_group = dist.new_group(self.weights_ranks, timeout=timeout, backend="gloo")  # staged on the CPU
         node_groups = [dist.new_group(layout.ranks(train=True, node=n), timeout=timeout, backend="gloo") for n in range(layout.num_nodes)]
         self.node_group = node_groups[self.node]  # training ranks of this node share a ring
         self.train_mesh = DeviceMesh.from_group(self.train_group, device.type, mesh_dim_names=("fsdp",)) if self.trains else None

@@ -291,15 +291,6 @@ class _Broadcasts:
             raise RuntimeError(f"weights from rank {self.source} to ranks {ranks}, bucket {bucket + 1} of {count}: {error}") from error
 
 
-def load_into(model: nn.Module, named_tensors: Named) -> None:
-    """Copy full tensors into a model that is not sharded. Raises RuntimeError naming one that is missing, extra or of another shape."""
-    parameters, tensors = dict(model.named_parameters()), dict(named_tensors)
-    _check_same({name: tuple(tensor.shape) for name, tensor in tensors.items()}, parameters, "weights")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-
-
 def _check_same(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, torch.Tensor], what: str) -> None:
     """The tensors that come are exactly the parameters that are there."""
     common = shapes.keys() & parameters.keys()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from miles_core.weights import Board, Part, Plan, Publisher, Receiver, load_into
+from miles_core.weights import Board, Part, Plan, Publisher, Receiver
 
 SHAPES = {"a.weight": (40, 33), "a.bias": (33,), "scale": (), "b.weight": (5, 7, 3), "c": (1000,)}
 
@@ -213,18 +213,3 @@ def test_a_rank_without_a_board_still_takes_part_in_the_gathering() -> None:
     iterator = iter(make(0).items())
     Publisher(None, 1.0).publish(0, iterator)
     assert next(iterator, None) is None
-
-
-def test_load_into_takes_exactly_the_tensors_of_the_model() -> None:
-    model = nn.Linear(3, 2)
-    tensors = {"weight": torch.randn(2, 3), "bias": torch.randn(2)}
-    load_into(model, tensors.items())
-    assert same(dict(model.state_dict()), tensors)
-    for change, message in (
-        ({"bias": None}, "missing: bias"),
-        ({"x": torch.zeros(1)}, "extra: x"),
-        ({"bias": torch.zeros(3)}, "of another shape: bias"),
-    ):
-        changed = {name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None}
-        with pytest.raises(RuntimeError, match=message):
-            load_into(model, changed.items())
