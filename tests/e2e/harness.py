@@ -46,11 +46,15 @@ class Ended:
 
 
 class Job:
-    """One job, started at once. `ranks` 0: one process, without torchrun. `script`: train.py or rollout.py."""
+    """One job, started at once. `ranks` 0: one process, without torchrun."""
 
     def __init__(self, cwd: Path, *arguments: object, ranks: int = 0, script: str = "train.py", deadline_s: float = DEADLINE_S, **env: str):
-        assert script == "train.py" or not ranks, "run.sh starts train.py"
-        command = [str(ROOT / "launch/run.sh")] if ranks else [sys.executable, str(ROOT / script)]
+        command = [sys.executable, str(ROOT / script)]
+        if ranks and script == "train.py":
+            command = [str(ROOT / "launch/run.sh")]
+        elif ranks:
+            torchrun = ("--standalone", "--local-addr", "localhost", "--nproc-per-node", str(ranks))
+            command[1:1] = [str(ROOT / "launch/torchrun.py"), *torchrun]
         self.mark = f"{_MARK}={uuid.uuid4().hex}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
         ours = {"NPROC": str(ranks), "VIRTUAL_ENV": sys.prefix, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -173,14 +173,19 @@ def test_killed_rank(tmp_path: Path, rank: int, flags: tuple) -> None:
     ]
 
 
-@pytest.mark.parametrize("ranks", [0, 2], ids=["world-of-one", "torchrun"])
-def test_interrupt(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [(0, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGKILL)],
+    ids=["Ctrl-C-one", "Ctrl-C", "SIGTERM", "SIGKILL"],
+)
+def test_ended_from_outside(tmp_path: Path, ranks: int, number: signal.Signals) -> None:
+    """The terminal interrupts the whole foreground group, SLURM terminates the launcher, and the kernel may kill it."""
     job = running(tmp_path, ranks=ranks)
-    pressed = time.monotonic()
-    os.killpg(job.process.pid, signal.SIGINT)  # what the terminal does
+    sent = time.monotonic()
+    (os.killpg if number == signal.SIGINT else os.kill)(job.process.pid, number)
     ended = job.end()
-    assert time.monotonic() - pressed < 20, str(ended)
-    assert ended.code == 128 + signal.SIGINT, str(ended)
+    assert time.monotonic() - sent < 20, str(ended)
+    assert ended.code == (-number if number == signal.SIGKILL else 128 + number), str(ended)
     assert "Traceback" not in ended.err, str(ended)
 
 

@@ -112,8 +112,9 @@ def test_checkpoint_loads_in_transformers(run_dir: Path) -> None:
     assert done.stdout.strip() == "123459"
 
 
-def test_evaluation_alone_repeats_that_of_the_run(run_dir: Path) -> None:
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_evaluation_alone_repeats_that_of_the_run(run_dir: Path, ranks: int) -> None:
     flags = ("--model", "run/checkpoints/latest", "--task", "sort", "--eval", *FLAGS)
-    ended = succeed(run_dir.parent, *flags, script="rollout.py")
+    ended = succeed(run_dir.parent, *flags, script="rollout.py", ranks=ranks)
     shown = dict(line.split() for line in ended.out.splitlines())
     assert shown == {name: f"{evaluations(run_dir)[-1][name]:.4f}" for name in EVAL}
