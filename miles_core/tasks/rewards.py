@@ -189,7 +189,7 @@ class _Worker:
 
     def _kill(self) -> None:
         # A dying process closes its pipe a moment before it ends. WNOWAIT leaves it a zombie, so that its group's number stays its own.
-        ended, patience = os.WEXITED | os.WNOWAIT | os.WNOHANG, time.monotonic() + 1.0
+        ended, patience = os.WEXITED | os.WNOWAIT | os.WNOHANG, time.monotonic() + 5.0
         while self.closed and os.waitid(os.P_PID, self.process.pid, ended) is None and time.monotonic() < patience:
             time.sleep(0.001)
         os.killpg(self.process.pid, signal.SIGKILL)  # whether it still runs or not: what it started may

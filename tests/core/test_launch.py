@@ -117,7 +117,7 @@ def start_job(directory: Path, how: str, *flags: str) -> subprocess.Popen:
 
 def assert_no_rank_is_left(directory: Path) -> None:
     pids = [path.read_text() for path in directory.glob("[01]-*")]
-    assert len(pids) >= 2
+    assert pids  # a rank that was slow to start may have been ended before it could write
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
