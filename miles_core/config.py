@@ -121,7 +121,8 @@ class Config:
             "samples_per_prompt",
             f"must be > 1 for --advantage {self.advantage}, which compares samples",
         )
-        self._require(self.temperature > 0 or self.eval or bool(self.generate), "temperature", "must be > 0: greedy samples carry no learning signal")
+        alone = self.eval or bool(self.generate)
+        self._require(self.temperature > 0 or alone, "temperature", "must be > 0: greedy samples carry no learning signal")
         self._require(
             not (self.skip_zero_std and self.advantage == "reinforce_pp"),
             "skip_zero_std",
