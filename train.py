@@ -63,6 +63,7 @@ def train(run: Trainer, rollout: Rollout | None) -> None:
 
         # Sum over tokens / global count, micro-batch by micro-batch.
         for batch in batches:
+            parallel.expect_backward(run.model, last=batch is batches[-1])
             if topo.is_node_leader:
                 run.ring.beat(TRAINER, "training")  # to rollout ranks that wait for a slot
             batch = run.with_reference(batch)
@@ -180,13 +181,13 @@ class Trainer:
         self.loss_params = loss.LossParams(**{name: getattr(config, name) for name in names})
         self.checkpoints = checkpoint.Checkpointer(start.run_dir / "checkpoints", config.keep_checkpoints, topo.checkpoint_group)
         if start.checkpoint:
-            checkpoint.load_optimizer(start.checkpoint, self.model, self.optimizer.adamw, topo.control_group)
+            checkpoint.load_optimizer(start.checkpoint, self.optimizer.parameters, self.optimizer.adamw, topo.control_group)
         self.logger = Logger(start.run_dir, start.version) if topo.is_logger else None
         self.started, self.blocked_s = time.perf_counter(), 0.0
 
     def _load(self, model_dir: Path) -> Transformer:
         model = hf.load(model_dir)
-        parallel.shard(model, self.topo.train_mesh)
+        parallel.shard(model, self.topo.train_mesh, reshard_after_forward=self.config.reshard_after_forward)
         return model
 
     def take(self, rollout: Rollout | None) -> list[Ref]:
@@ -265,7 +266,7 @@ class Trainer:
             hf.save(path, self.inputs.model_config, tensors, self.inputs.model_dir)
 
         tensors = parallel.full_tensors(self.model)
-        self.checkpoints.save(self.version, self.model, self.optimizer.adamw, tensors, meta, write_model)
+        self.checkpoints.save(self.version, self.optimizer.parameters, self.optimizer.adamw, tensors, meta, write_model)
 
     def log_evaluation(self, metrics: dict[str, Metric]) -> None:
         """A line of its own in the metrics file."""

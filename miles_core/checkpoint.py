@@ -1,10 +1,10 @@
 """Checkpoints: written in the background, visible only when whole, resumed on any number of training ranks.
 
     checkpoints = Checkpointer(run_dir / "checkpoints", keep, group)       # every training rank; `group` is used by nothing else
-    checkpoints.save(step, model, adamw, full_tensors(model), meta, write_model)      # returns after a copy in memory
+    checkpoints.save(step, parameters, adamw, full_tensors(model), meta, write_model) # returns after a copy in memory
     checkpoints.check(); checkpoints.finish()                              # raise if a write has failed; finish waits for it first
     path = latest(run_dir / "checkpoints"); meta = read_meta(path)         # one rank
-    load_optimizer(path, model, adamw, group)                              # every training rank; the weights are a model directory
+    load_optimizer(path, parameters, adamw, group)                         # every training rank; the weights are a model directory
 
     checkpoints/
       step_000100/      a Hugging Face model directory: config.json, model.safetensors (float32), tokenizer
@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +30,6 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -57,17 +56,23 @@ class Checkpointer:
                 _remove(leftover)
 
     def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors, meta: dict[str, Any], write_model: WriteModel
+        self,
+        step: int,
+        parameters: Mapping[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        tensors: Tensors,
+        meta: dict[str, Any],
+        write_model: WriteModel,
     ) -> None:
         """Copy everything, and write it in the background (collective over the training ranks).
 
-        `tensors`: every full tensor, iterated on all ranks and kept on the first. `meta`: what JSON can say. `write_model(path, tensors)`
+        `parameters`: what the optimizer works on, by name. `tensors`: every full tensor, iterated on all ranks and kept on the first. `meta`: what JSON can say. `write_model(path, tensors)`
         makes the model directory, in the background, on the first rank; OSError or ValueError from it means that the disk refused.
         Raises like `finish` if the save before this one failed.
         """
         self.finish()
         weights = [(name, tensor.clone()) for name, tensor in tensors if self.is_leader]
-        state = {name: tensor.clone() for name, tensor in _optimizer_state(model, optimizer).items()}
+        state = {name: tensor.clone() for name, tensor in _optimizer_state(parameters, optimizer).items()}
         state[f"generator/{dist.get_rank(self.group)}"] = torch.get_rng_state()
         self.pending = step, self.writer.submit(self._write, step, weights, state, meta, write_model)
 
@@ -165,13 +170,15 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
+def load_optimizer(
+    path: Path, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
+) -> None:
     """Restore optimizer state, and this rank's generator if it saved one (collective over the training ranks, however many saved).
 
     Hyper-parameters are not restored: they are those of the new run. Raises ValueError naming parameters that one side lacks.
     """
     reader = dcp.FileSystemReader(path / "train_state")
-    saved, parameters = reader.read_metadata().state_dict_metadata, dict(model.named_parameters())
+    saved = reader.read_metadata().state_dict_metadata
     names = {key: key.removeprefix("optimizer/").rpartition("/")[0] for key in saved if key.startswith("optimizer/")}
     if differ := sorted(set(names.values()) ^ parameters.keys()):
         raise ValueError(f"{path} was saved from another model: optimizer state and parameters differ in {', '.join(differ[:5])}")
@@ -194,9 +201,8 @@ def _like(parameter: torch.Tensor, entry: TensorStorageMetadata) -> torch.Tensor
     return torch.zeros(entry.size, dtype=entry.properties.dtype)
 
 
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _optimizer_state(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """{"optimizer/<parameter>/<exp_avg, exp_avg_sq, step>": tensor}. By name, so that it fits any order and any sharding."""
-    parameters = dict(model.named_parameters())
     assert all(p in optimizer.state for p in parameters.values()), "nothing to save before the first optimizer step"
     return {f"optimizer/{name}/{field}": value for name, p in parameters.items() for field, value in optimizer.state[p].items()}
 

@@ -91,6 +91,9 @@ class Config:
     weight_decay: float = _flag(0.0, "optimizer", "AdamW, on matrices only")
     max_grad_norm: float = _flag(1.0, "optimizer", "gradients are scaled down to this global norm; 0 = off")
     micro_batch_tokens: int = _flag(8192, "optimizer", "packed tokens in one forward and backward")
+    reshard_after_forward: bool = _flag(
+        False, "optimizer", "ZeRO-3: gather a block's weights for each forward and backward, free them after: less memory, more traffic"
+    )
     activation_checkpointing: bool = _flag(False, "optimizer", "recompute activations in the backward pass: less memory, a third more time")
     # rollout.py alone
     eval: bool = _flag(False, "alone", "evaluate --model on the held-out prompts of --task: pass@1 and pass@k", only="rollout.py")

@@ -10,6 +10,7 @@ count). The schedule is a function of `version`, so resuming needs no scheduler 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -33,14 +34,14 @@ def learning_rate(version: int, *, peak: float, schedule: str, warmup_steps: int
     return peak * factors[schedule]
 
 
-def grad_norm(model: nn.Module) -> float:
-    """L2 norm of the gradient of the whole model, equal on every rank (collective over the mesh when parameters are DTensors).
+def grad_norm(parameters: Mapping[str, torch.Tensor]) -> float:
+    """L2 norm of the gradients of all parameters, equal on every rank (collective over the mesh when they are DTensors).
 
     Squares are added in float64: how the parameters are sharded shows only beyond the 12th digit, while float32 is off by 1e-3 for
     a tensor of 28 million values.
     """
     mesh, total = None, 0.0
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         assert parameter.grad is not None, f"{name} got no gradient"
         total = total + _square_sum(_local(parameter.grad))
         if isinstance(parameter.grad, DTensor):
@@ -82,12 +83,12 @@ class Optimizer:
         warmup_steps: int,
         total_steps: int,
     ):
-        self.model, self.max_grad_norm = model, max_grad_norm
+        # By name, once and for all: while FSDP2 has weights gathered, the model shows other tensors than those that are optimised.
+        self.parameters, self.max_grad_norm = dict(model.named_parameters()), max_grad_norm
         self._schedule = {"peak": lr, "schedule": schedule, "warmup_steps": warmup_steps, "total_steps": total_steps}
-        parameters = list(model.parameters())
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in self.parameters.values() if p.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in self.parameters.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)
 
@@ -99,7 +100,7 @@ class Optimizer:
 
         Raises RuntimeError on every rank when the norm is not finite: weights and optimizer state are then untouched.
         """
-        norm = grad_norm(self.model)
+        norm = grad_norm(self.parameters)
         if not math.isfinite(norm):
             raise RuntimeError(f"step {version + 1}: the gradient norm is {norm}; not finite on this rank: {self._not_finite()}")
         if self.max_grad_norm and norm > self.max_grad_norm:
@@ -111,9 +112,9 @@ class Optimizer:
         return norm
 
     def _local_gradients(self) -> list[torch.Tensor]:
-        return [_local(p.grad) for p in self.model.parameters()]
+        return [_local(p.grad) for p in self.parameters.values()]
 
     def _not_finite(self) -> str:
-        gradients = zip(self.model.named_parameters(), self._local_gradients(), strict=True)
-        bad = [name for (name, _), gradient in gradients if not bool(torch.isfinite(gradient).all())]
+        gradients = zip(self.parameters, self._local_gradients(), strict=True)
+        bad = [name for name, gradient in gradients if not bool(torch.isfinite(gradient).all())]
         return ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "") if bad else "nothing (see the other ranks)"

@@ -22,6 +22,7 @@ The board still announces version and digests. Readers then join every publicati
 
 from __future__ import annotations
 
+import ctypes
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -304,9 +305,10 @@ def _check_same(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, 
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    """uint8 view of a float32 tensor on the CPU."""
-    assert tensor.dtype == torch.float32 and tensor.is_contiguous(), (tensor.dtype, tensor.shape, tensor.stride())
-    return tensor.detach().flatten().view(torch.uint8).numpy()
+    """uint8 view of a float32 tensor on the CPU, to be used while the tensor lives."""
+    assert tensor.dtype == torch.float32 and tensor.is_cpu and tensor.is_contiguous(), (tensor.dtype, tensor.device, tensor.stride())
+    # Not by `numpy()`: it pins the storage, and FSDP2 could not free the gathered weights.
+    return np.ctypeslib.as_array((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def _list(names: list[str]) -> str:

@@ -1,13 +1,14 @@
 """Attention of the training forward: whole sequences packed one after another, differentiable.
 
 The forward copies keys and values into temporary pages and runs the paged routine. The backward recomputes the probabilities from
-the saved log-sum-exp (FlashAttention-2, Dao, arXiv 2307.08691, algorithm 2) in plain torch, for one sequence and a bounded number of
-queries at a time.
+the saved log-sum-exp (FlashAttention-2, Dao, arXiv 2307.08691, algorithm 2) in plain torch, for a bounded number of queries at a time.
 
 Legend: T packed tokens, S sequences, N query heads, K key/value heads, G = N / K, H head dim, Q queries of a chunk, J keys.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -15,7 +16,7 @@ from kernels.attention import ref
 from kernels.cpu.loader import load
 
 CHUNK = 128  # queries of one step of the backward: keys after the last of them are skipped
-CHUNK_SCORES = 1 << 23  # and at most this many scores: 32 MiB
+CHUNK_SCORES = 1 << 21  # and at most this many scores (8 MiB): more sequences at once than fit in the caches gain nothing
 
 
 def packed_attention(
@@ -77,7 +78,7 @@ class _PackedAttention(torch.autograd.Function):
     def forward(ctx, q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale):
         out_TNH, lse_TN = _forward(q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale)
         ctx.save_for_backward(q_TNH, k_TKH, v_TKH, out_TNH, lse_TN)
-        ctx.cu_seqlens, ctx.scale = cu_seqlens_S1.tolist(), scale
+        ctx.cu_seqlens_S1, ctx.scale = cu_seqlens_S1, scale
         return out_TNH
 
     @staticmethod
@@ -85,36 +86,58 @@ class _PackedAttention(torch.autograd.Function):
         q_TNH, k_TKH, v_TKH, out_TNH, lse_TN = ctx.saved_tensors
         num_heads, num_kv_heads = q_TNH.shape[1], k_TKH.shape[1]
         delta_TN = (grad_TNH * out_TNH).sum(-1)
-        grad_q, grad_k, grad_v = torch.empty_like(q_TNH), torch.zeros_like(k_TKH), torch.zeros_like(v_TKH)
-        for begin, end in zip(ctx.cu_seqlens, ctx.cu_seqlens[1:], strict=False):
-            step = max(1, min(CHUNK, CHUNK_SCORES // (num_heads * max(1, end - begin))))
-            for start in range(begin, end, step):
-                rows, keys = slice(start, min(start + step, end)), slice(begin, min(start + step, end))
-                chunk = _backward_chunk(
-                    *(_by_kv_head(x[rows], num_kv_heads) for x in (q_TNH, grad_TNH, lse_TN[..., None], delta_TN[..., None])),
-                    k_TKH[keys].transpose(0, 1),
-                    v_TKH[keys].transpose(0, 1),
-                    ctx.scale,
-                )
-                grad_q[rows] = chunk[0].flatten(0, 1).transpose(0, 1)
-                grad_k[keys] += chunk[1].transpose(0, 1)
-                grad_v[keys] += chunk[2].transpose(0, 1)
+        grad_q, grad_k, grad_v = torch.zeros_like(q_TNH), torch.zeros_like(k_TKH), torch.zeros_like(v_TKH)
+        for rows_SQ, keys_SJ, real_SQ in _chunks(ctx.cu_seqlens_S1, num_heads):
+            # Rows past the end of a sequence repeat its last one with gradients of 0, and add 0 to everything.
+            zero = ~real_SQ[..., None]
+            rows = [x[rows_SQ] for x in (q_TNH, lse_TN, grad_TNH, delta_TN)]
+            rows[2].masked_fill_(zero[..., None], 0.0), rows[3].masked_fill_(zero, 0.0)
+            q, lse, grad, delta = (_by_kv_head(x.view(*rows_SQ.shape, num_heads, -1), num_kv_heads) for x in rows)
+            chunk_q, chunk_k, chunk_v = _backward_chunk(
+                q, grad, lse, delta, *(_by_kv_head(x[keys_SJ], num_kv_heads) for x in (k_TKH, v_TKH)), ctx.scale, rows_SQ.shape[1]
+            )
+            grad_q.index_add_(0, rows_SQ.flatten(), _by_token(chunk_q, rows_SQ.shape, num_kv_heads))
+            grad_k.index_add_(0, keys_SJ.flatten(), _by_token(chunk_k, keys_SJ.shape, num_kv_heads))
+            grad_v.index_add_(0, keys_SJ.flatten(), _by_token(chunk_v, keys_SJ.shape, num_kv_heads))
         return grad_q, grad_k, grad_v, None, None
 
 
-def _by_kv_head(x_QNH: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """[Q, N, H] -> [K, G, Q, H]."""
-    return x_QNH.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+def _chunks(cu_seqlens_S1: torch.Tensor, num_heads: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Pieces of the backward: (tokens of the queries [S, Q], of the keys up to them [S, J], which of [S, Q] are real).
+
+    The c-th CHUNK queries of several sequences at once, as many as CHUNK_SCORES allows, those of similar length together.
+    """
+    lengths_S, order_S = cu_seqlens_S1.diff().long().sort()
+    begins_S = cu_seqlens_S1[:-1].long()[order_S]
+    for start in range(0, int(lengths_S.max()) if len(lengths_S) else 0, CHUNK):
+        last = len(lengths_S)
+        while last > 0 and (longest := int(lengths_S[last - 1])) > start:
+            stop = min(start + CHUNK, longest)
+            first = max(last - max(1, CHUNK_SCORES // (num_heads * (stop - start) * stop)), int((lengths_S <= start).sum()))
+            begin_S1, length_S1 = begins_S[first:last, None], lengths_S[first:last, None]
+            positions_J = torch.arange(stop, device=begins_S.device)
+            tokens_SJ = begin_S1 + positions_J.minimum(length_S1 - 1)
+            yield tokens_SJ[:, start:], tokens_SJ, (positions_J < length_S1)[:, start:]
+            last = first
 
 
-def _backward_chunk(q_KGQH, grad_KGQH, lse_KGQ1, delta_KGQ1, k_KJH, v_KJH, scale):
-    """Gradients of the last Q of J positions: (q [K, G, Q, H], k [K, J, H], v [K, J, H])."""
-    group, num_queries = q_KGQH.shape[1:3]
-    q, grad, lse, delta = (x.flatten(1, 2) for x in (q_KGQH * scale, grad_KGQH, lse_KGQ1, delta_KGQ1))
-    p = torch.baddbmm(-lse, q, k_KJH.mT)
-    future_QQ = torch.ones(num_queries, num_queries, dtype=torch.bool).triu(1)
-    p.unflatten(1, (group, num_queries))[..., -num_queries:].masked_fill_(future_QQ, -torch.inf)
-    p.exp_()
-    grad_score = torch.baddbmm(-delta, grad, v_KJH.mT).mul_(p)
-    grad_q = torch.bmm(grad_score, k_KJH).mul_(scale)
-    return grad_q.unflatten(1, (group, num_queries)), torch.bmm(grad_score.mT, q), torch.bmm(p.mT, grad)
+def _by_kv_head(x_SQNH: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """[S, Q, N, H] -> [S K, G Q, H]."""
+    return x_SQNH.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(1, 2)
+
+
+def _by_token(x: torch.Tensor, shape: torch.Size, num_kv_heads: int) -> torch.Tensor:
+    """[S K, G Q, H] -> [S Q, N, H]: the way back."""
+    return x.view(shape[0], num_kv_heads, -1, shape[1], x.shape[-1]).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
+
+
+def _backward_chunk(q_BIH, grad_BIH, lse_BI1, delta_BI1, k_BJH, v_BJH, scale, num_queries):
+    """Gradients of the last Q of J positions, B = S K and I = G Q: (q [B, I, H], k [B, J, H], v [B, J, H])."""
+    q_BIH = q_BIH * scale
+    p_BIJ = torch.baddbmm(-lse_BI1, q_BIH, k_BJH.mT)
+    future_QQ = torch.ones(num_queries, num_queries, dtype=torch.bool, device=p_BIJ.device).triu(1)
+    p_BIJ.unflatten(1, (-1, num_queries))[..., -num_queries:].masked_fill_(future_QQ, -torch.inf)
+    p_BIJ.exp_()
+    grad_score_BIJ = torch.baddbmm(-delta_BI1, grad_BIH, v_BJH.mT).mul_(p_BIJ)
+    grad_q_BIH = torch.bmm(grad_score_BIJ, k_BJH).mul_(scale)
+    return grad_q_BIH, torch.bmm(grad_score_BIJ.mT, q_BIH), torch.bmm(p_BIJ.mT, grad_BIH)

@@ -2,8 +2,13 @@
 
     shard(model, mesh)                              # parameters become DTensors, split by rows over the mesh
     for name, tensor in full_tensors(model): ...    # every training rank takes part, in the same order
+    expect_backward(model, last=...)                # before each micro-batch's forward
 
 Each block is one unit of communication; embedding, final norm and head belong to the root. See Zhao et al., PyTorch FSDP, arXiv 2304.11277.
+
+The optimizer always works on shards. By default (ZeRO-2, Rajbhandari et al., arXiv 1910.02054, section 5) weights are gathered once a step, by
+`full_tensors`, and stay until the last backward, which is also when gradients are reduced: one gather and one reduce-scatter a step, however
+many micro-batches. With `reshard_after_forward` (ZeRO-3) a block is gathered for each forward and each backward, and freed after both.
 """
 
 from __future__ import annotations
@@ -17,26 +22,37 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+def shard(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool = False) -> None:
     """Shard every block of `model.layers`, then the rest, in place. Gradients are summed over the ranks of the 1-D `mesh`.
 
     Sums, because the loss has already divided by a count over all ranks. Every rank must hold the same weights when it calls this.
     """
     for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else a factor becomes PREMUL_SUM, which only NCCL has
+    model.stays_gathered = not reshard_after_forward
+
+
+def expect_backward(model: nn.Module, *, last: bool) -> None:
+    """Say whether the next backward is the step's last, in which gradients are reduced over the ranks and gathered weights freed."""
+    if model.stays_gathered:
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
 
 
 def full_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole float32 tensor) of every parameter, one at a time, in the order of `named_parameters`; no gradient.
+    """(name, whole float32 tensor) of every parameter, in the order of `named_parameters`; no gradient.
 
-    A collective over the mesh for each: every training rank iterates to the end, wanting the tensors or not. What comes may be a view
-    of the parameter: copy it to keep it.
+    Collective over the mesh: every training rank iterates to the end, wanting the tensors or not. What comes may be a view of the parameter:
+    copy it to keep it.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward without backward the root still shows gathered copies, which a step leaves behind
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.reshard()  # what a forward without backward has left gathered is from before the step
+    if model.stays_gathered:
+        for module in modules:
+            module.unshard()  # and the next forward finds it so
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -59,7 +59,7 @@ class Run:
 
     def save(self, step: int, write=write_model) -> None:
         tensors = ((name, p.detach()) for name, p in self.model.named_parameters())
-        self.checkpoints.save(step, self.model, self.adamw, tensors, META, write)
+        self.checkpoints.save(step, dict(self.model.named_parameters()), self.adamw, tensors, META, write)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
@@ -70,7 +70,7 @@ def resume(path: Path, group: dist.ProcessGroup) -> Run:
     run = Run(path.parent, group)
     run.model.load_state_dict(load_file(path / "model.safetensors"))
     run.adamw.state.clear()
-    load_optimizer(path, run.model, run.adamw, group)
+    load_optimizer(path, dict(run.model.named_parameters()), run.adamw, group)
     return run
 
 
@@ -210,7 +210,7 @@ def test_another_format_and_another_model_are_refused(tmp_path: Path, group: dis
     path = latest(tmp_path)
     model = nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 3, bias=False), nn.LayerNorm(3))
     with pytest.raises(ValueError, match=f"{path} was saved from another model: .* differ in 1.bias, 2.bias, 2.weight$"):
-        load_optimizer(path, model, torch.optim.AdamW(model.parameters()), group)
+        load_optimizer(path, dict(model.named_parameters()), torch.optim.AdamW(model.parameters()), group)
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["train_state/meta.json"]
     (path / "manifest.json").write_text(json.dumps(manifest))

@@ -49,19 +49,20 @@ class Run:
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.model = hf.load(model_dir)
         shard(self.model, self.mesh)
-        self.adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.parameters = dict(self.model.named_parameters())
+        self.adamw = torch.optim.AdamW(self.parameters.values(), lr=1e-2, fused=True)
         self.group = dist.new_group()
         self.checkpoints = Checkpointer(directory, 2, self.group)
 
     def step(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
-        for parameter in self.model.parameters():
+        for parameter in self.parameters.values():
             gradient = torch.randn(parameter.shape, generator=generator)
             parameter.grad = distribute_tensor(gradient, self.mesh, parameter.placements)
         self.adamw.step()
 
     def save(self, step: int, write: WriteModel = write_model) -> None:
-        self.checkpoints.save(step, self.model, self.adamw, full_tensors(self.model), META, write)
+        self.checkpoints.save(step, self.parameters, self.adamw, full_tensors(self.model), META, write)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in full_tensors(self.model)}
@@ -85,7 +86,7 @@ def first_run(directory: Path) -> dict[str, torch.Tensor]:
 def resumed_run(directory: Path) -> tuple[dict[str, torch.Tensor], set[float]]:
     path = latest(directory)
     run = Run(directory, path)
-    load_optimizer(path, run.model, run.adamw, run.group)
+    load_optimizer(path, run.parameters, run.adamw, run.group)
     steps = {float(state["step"]) for state in run.adamw.state.values()}
     for number in (2, 3):
         run.step(number)
