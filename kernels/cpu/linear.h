@@ -13,7 +13,9 @@
 constexpr long RUN = 192;               // terms of one chain
 constexpr long BLOCK_INPUTS = 1 << 18;  // inputs of the rows that are multiplied in one pass over the weight
 constexpr int MAX_ROWS = 6;
-constexpr int MAX_PANELS = columns_for(1);
+// A single row only waits for memory, which gives more to a core that reads from many places at once.
+constexpr int panels_for(int rows) { return rows == 1 ? std::min(REGISTERS / 2, 12) : columns_for(rows); }
+constexpr int MAX_PANELS = panels_for(1);
 constexpr long MIN_PARALLEL_WORK = 1 << 18;  // multiply-adds; below it a second thread costs more than it gives
 
 // K cut into chains: one up to 192, two halves below 384, then 192 each and the rest (close to what MKL does on AVX2).
@@ -49,13 +51,12 @@ void linear_tile(const float* a, const float* b, long panel_stride, long run, co
 
 using LinearTile = void (*)(const float*, const float*, long, long, const float*, bool, float*, long, long);
 
-template <int R>
+template <int R, int C = panels_for(R)>
 constexpr LinearTile linear_tile_for(int panels) {
-    constexpr int most = columns_for(R);
-    if (panels == 1) return linear_tile<R, 1>;
-    if (panels == 2) return linear_tile<R, std::min(2, most)>;
-    if (panels == 3) return linear_tile<R, std::min(3, most)>;
-    return linear_tile<R, most>;
+    if constexpr (C > 1) {
+        if (panels < C) return linear_tile_for<R, C - 1>(panels);
+    }
+    return linear_tile<R, C>;
 }
 constexpr LinearTile (*LINEAR_TILES[MAX_ROWS + 1])(int) = {
     nullptr, linear_tile_for<1>, linear_tile_for<2>, linear_tile_for<3>, linear_tile_for<4>, linear_tile_for<5>, linear_tile_for<6>};
@@ -106,10 +107,10 @@ struct LinearRows {
     long count;
 };
 
-// Decides the speed only. Few rows take more panels at once, which keeps enough independent chains in flight.
+// Decides the speed only.
 inline LinearPlan plan_linear(long num_rows, long num_out, long num_in) {
     const int rows = static_cast<int>(std::min<long>(num_rows, MAX_ROWS));
-    const long panels = std::min<long>(columns_for(rows), (num_out + LANES - 1) / LANES);
+    const long panels = std::min<long>(panels_for(rows), (num_out + LANES - 1) / LANES);
     return {rows, static_cast<int>(panels), std::max<long>(4, BLOCK_INPUTS / num_in / MAX_ROWS) * MAX_ROWS};
 }
 

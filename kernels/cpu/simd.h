@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstring>
 
 #define INLINE inline __attribute__((always_inline))
@@ -137,7 +138,7 @@ constexpr int REGISTERS = 7;
 #endif
 
 // The columns of a tile of this many rows that fit in registers: a sum for each output, and one row of b.
-constexpr int columns_for(int rows) { return REGISTERS / (rows + 1) < 4 ? REGISTERS / (rows + 1) : 4; }
+constexpr int columns_for(int rows) { return std::min(REGISTERS / (rows + 1), 4); }
 
 // acc[r][c] += sum over k of a[r][k] * b[k][c], one chain of fused multiply-adds in order of k. Only the first 8 lanes of b if HALF.
 template <int R, int C, bool HALF = false>
