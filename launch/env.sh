@@ -3,8 +3,6 @@
 
 # Threads. One OpenMP thread a rank: two threads on two busy cores cost a time slice per op (0.3 ms becomes 16 ms).
 export OMP_NUM_THREADS="${OMP_NUM_THREADS-1}"
-# A waiting OpenMP thread sleeps. Spinning would take the core from the rank it waits for.
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY-PASSIVE}"
 # The tokenizer's own thread pool is no use on short prompts, and warns when a reward process is forked after it.
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM-false}"
 
@@ -16,6 +14,9 @@ export PYTHONUNBUFFERED="${PYTHONUNBUFFERED-1}"
 
 # Ranks on each node.
 NPROC="${NPROC-2}"
+# With more threads than cores a waiting OpenMP thread sleeps: spinning would take the core from the rank it waits for. Else it spins,
+# which makes two threads a tenth faster.
+if [ $((NPROC * ${OMP_NUM_THREADS%%,*})) -gt "$(env -u OMP_NUM_THREADS nproc)" ]; then export OMP_WAIT_POLICY="${OMP_WAIT_POLICY-PASSIVE}"; fi
 # How the ranks find each other, and anything else for torchrun (--max-restarts 3, ...). The default is one node: a free port on
 # loopback, so that two runs never meet and the host's name need not resolve. slurm.sbatch sets it for several nodes.
 if [ -z "${TORCHRUN_ARGS-}" ]; then

@@ -66,8 +66,9 @@ class Checkpointer:
     ) -> None:
         """Copy everything, and write it in the background (collective over the training ranks).
 
-        `parameters`: what the optimizer works on, by name. `tensors`: every full tensor, iterated on all ranks and kept on the first. `meta`: what JSON can say. `write_model(path, tensors)`
-        makes the model directory, in the background, on the first rank; OSError or ValueError from it means that the disk refused.
+        `parameters`: what the optimizer works on, by name. `tensors`: every full tensor, iterated on all ranks and kept on the first.
+        `meta`: what JSON can say. `write_model(path, tensors)` makes the model directory, in the background, on the first rank; OSError or
+        ValueError from it means that the disk refused.
         Raises like `finish` if the save before this one failed.
         """
         self.finish()
@@ -170,9 +171,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def load_optimizer(
-    path: Path, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
-) -> None:
+def load_optimizer(path: Path, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
     """Restore optimizer state, and this rank's generator if it saved one (collective over the training ranks, however many saved).
 
     Hyper-parameters are not restored: they are those of the new run. Raises ValueError naming parameters that one side lacks.

@@ -12,7 +12,7 @@ BLOCK = 256 * 1024  # bytes; fits the L2 cache twice over
 
 def digest(data: np.ndarray | memoryview) -> int:
     """Digest of the bytes as a signed 64-bit integer, so that it fits an int64 word of shared memory."""
-    return _signed(xxhash.xxh3_64_intdigest(data))
+    return signed(xxhash.xxh3_64_intdigest(data))
 
 
 def copy_and_digest(target: np.ndarray, source: np.ndarray) -> int:
@@ -23,7 +23,7 @@ def copy_and_digest(target: np.ndarray, source: np.ndarray) -> int:
         block = target[start : start + BLOCK]
         block[:] = source[start : start + BLOCK]
         state.update(block)
-    return _signed(state.intdigest())
+    return signed(state.intdigest())
 
 
 def file_digest(path: Path) -> int:
@@ -32,8 +32,9 @@ def file_digest(path: Path) -> int:
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             state.update(block)
-    return _signed(state.intdigest())
+    return signed(state.intdigest())
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """An unsigned 64-bit integer as a signed one."""
     return value - (1 << 64) if value >> 63 else value

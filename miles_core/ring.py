@@ -174,9 +174,7 @@ class Ring:
                 f"group {claim.group} takes {nbytes} bytes, a slot of the ring has {self.slot_bytes}: its longest sample has "
                 f"{max(len(t.tokens) for t in group)} tokens; raise --max-context"
             )
-        data = self._data(claim.slot, nbytes)
-        write_group(group, data)
-        row[NBYTES], row[CHECKSUM] = nbytes, digest(data)
+        row[NBYTES], row[CHECKSUM] = nbytes, write_group(group, self._data(claim.slot, nbytes))
         row[WORD] += READY - WRITING  # last: only now can anyone see what was written
 
     def set_live(self, rank: int, version: int) -> None:

@@ -15,10 +15,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
+
+from miles_core.digest import BLOCK, signed
 
 
 class Field(NamedTuple):
@@ -99,7 +103,7 @@ class Trajectory:
 
     def check(self) -> None:
         """Assert that the arrays agree with each other."""
-        num_tokens, num_sampled = len(self.tokens), int(np.count_nonzero(self.loss_mask))
+        num_tokens, num_sampled = len(self.tokens), int(np.count_nonzero(self.loss_mask.view(np.bool_)))
         lengths = {f.name: len(getattr(self, f.name)) for f in ARRAYS if f.shape == "T"}
         assert set(lengths.values()) == {num_tokens}, f"per-token fields differ in length: {lengths}"
         assert int(self.version[:, 1].sum()) == num_sampled, (self.version, num_sampled)
@@ -139,6 +143,7 @@ class Batch:
         return len(self.cu_seqlens_S1) - 1
 
 
+_get_scalars, _get_arrays = (attrgetter(*(f.name for f in table)) for table in (SCALARS, ARRAYS))
 _SCALAR_DTYPE = np.dtype([(f.name, f.dtype) for f in SCALARS] + [(f"len_{f.name}", "int32") for f in ARRAYS], align=True)
 
 
@@ -162,20 +167,24 @@ def group_nbytes(group: list[Trajectory]) -> int:
 
 
 def write_group(group: list[Trajectory], buffer: memoryview) -> int:
-    """Serialise a group into `buffer` (8-byte aligned, at least `group_nbytes`). Returns the bytes written.
+    """Serialise a group into `buffer` (8-byte aligned, at least `group_nbytes`). Returns the digest of the bytes written.
 
     Layout: int64 count; then for each trajectory its scalars with the array lengths, then its arrays in FIELDS order, each aligned to 8.
     """
     np.frombuffer(buffer, np.int64, 1)[0] = len(group)
-    offset = 8
+    offset, digested, state = 8, 0, xxhash.xxh3_64()
     for t in group:
         t.check()
-        arrays = [np.ascontiguousarray(getattr(t, f.name), f.dtype) for f in ARRAYS]
-        scalars = np.array((*(getattr(t, f.name) for f in SCALARS), *map(len, arrays)), _SCALAR_DTYPE)
+        arrays = [np.ascontiguousarray(array, f.dtype) for array, f in zip(_get_arrays(t), ARRAYS, strict=True)]
+        scalars = np.array((*_get_scalars(t), *map(len, arrays)), _SCALAR_DTYPE)
         for array in (scalars, *arrays):
             buffer[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8).data
             offset += _aligned(array.nbytes)
-    return offset
+            if offset - digested >= BLOCK:  # while it is in cache
+                state.update(buffer[digested:offset])
+                digested = offset
+    state.update(buffer[digested:offset])
+    return signed(state.intdigest())
 
 
 def read_group(buffer: memoryview) -> list[Trajectory]:

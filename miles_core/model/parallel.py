@@ -6,9 +6,10 @@
 
 Each block is one unit of communication; embedding, final norm and head belong to the root. See Zhao et al., PyTorch FSDP, arXiv 2304.11277.
 
-The optimizer always works on shards. By default (ZeRO-2, Rajbhandari et al., arXiv 1910.02054, section 5) weights are gathered once a step, by
-`full_tensors`, and stay until the last backward, which is also when gradients are reduced: one gather and one reduce-scatter a step, however
-many micro-batches. With `reshard_after_forward` (ZeRO-3) a block is gathered for each forward and each backward, and freed after both.
+The optimizer always works on shards. By default (as ZeRO-2, Rajbhandari et al., arXiv 1910.02054, section 5) weights are gathered once a
+step, by `full_tensors`, and stay until the last backward, which is also when gradients are reduced: one gather and one reduce-scatter a
+step, however many micro-batches. With `reshard_after_forward` (ZeRO-3) a block is gathered for each forward and each backward, and freed
+after both.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def expect_backward(model: nn.Module, *, last: bool) -> None:
 def full_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole float32 tensor) of every parameter, in the order of `named_parameters`; no gradient.
 
-    Collective over the mesh: every training rank iterates to the end, wanting the tensors or not. What comes may be a view of the parameter:
-    copy it to keep it.
+    Collective over the mesh: every training rank iterates to the end, wanting the tensors or not. What comes may be a view of the
+    parameter: copy it to keep it.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:

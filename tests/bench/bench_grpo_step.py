@@ -4,7 +4,8 @@
     python tests/bench/bench_grpo_step.py --model models/smollm2-135m [--steps 4] [--trl-python OTHER/bin/python]
 
 The work: 4 prompts x 4 samples x 32 new tokens. The prompts ask for long stories, so that every answer takes its 32 tokens on either
-side. Ours: two colocated data-parallel ranks of one thread each. TRL: one process with two threads. The first step of each is left out.
+side. TRL: one process with two threads. Ours: the same, and also two colocated data-parallel ranks of one thread each. The first step
+of each run is left out.
 """
 
 from __future__ import annotations
@@ -59,19 +60,19 @@ print("RESULT", json.dumps({"seconds": times, "length": sum(lengths) / len(lengt
 """
 
 
-def ours(model: str, steps: int, work: Path) -> tuple[list[float], float]:
+def ours(model: str, steps: int, work: Path, ranks: int) -> tuple[list[float], float]:
     """(seconds of every step but the first, mean answer length)."""
     (work / "story.py").write_text(TASK)
     flags = {
-        "model": model, "task": work / "story.py", "run-dir": work / "run", "rollout-ranks-per-node": 0, "prompts-per-step": PROMPTS,
+        "model": model, "task": work / "story.py", "run-dir": work / f"run{ranks}", "rollout-ranks-per-node": 0, "prompts-per-step": PROMPTS,
         "samples-per-prompt": SAMPLES, "max-new-tokens": NEW_TOKENS, "max-context": 256, "lr": 1e-6, "steps": steps, "eval-prompts": 0,
         "save-every": 0,
     }  # fmt: skip
-    command = [sys.executable, str(ROOT / "launch/torchrun.py"), "--standalone", "--nproc-per-node", "2", str(ROOT / "train.py")]
+    command = [sys.executable, str(ROOT / "launch/torchrun.py"), "--standalone", "--nproc-per-node", str(ranks), str(ROOT / "train.py")]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "USE_HUB_KERNELS": "0"}
+    environment = os.environ | {"OMP_NUM_THREADS": str(2 // ranks), "USE_HUB_KERNELS": "0"}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1800, env=environment)
-    lines = [json.loads(line) for line in (work / "run/metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (work / f"run{ranks}/metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "perf/step_time" in line]
     return [line["perf/step_time"] for line in lines][1:], statistics.fmean(line["rollout/response_len_mean"] for line in lines)
 
@@ -92,17 +93,20 @@ def main() -> None:
     parser.add_argument("--trl-python", default=sys.executable)
     options = parser.parse_args()
     model = str(Path(options.model).resolve())
-    times: dict[str, list[float]] = {"ours": [], "TRL": []}
+    runs = {
+        "ours, 1 rank x 2 threads": lambda work: ours(model, options.steps, work, 1),
+        "ours, 2 ranks x 1 thread": lambda work: ours(model, options.steps, work, 2),
+        "TRL, 1 process x 2 threads": lambda work: trl(options.trl_python, model, options.steps, work),
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(options.repeats):
         with tempfile.TemporaryDirectory() as work:
-            for name, (seconds, length) in (
-                ("ours", ours(model, options.steps, Path(work))),
-                ("TRL", trl(options.trl_python, model, options.steps, Path(work))),
-            ):
+            for name, run in runs.items():
+                seconds, length = run(Path(work))
                 times[name] += seconds
-                print(f"{name:5s} {' '.join(f'{s:.1f}' for s in seconds)} s a step, {length:.1f} tokens an answer", flush=True)
-    median = {name: statistics.median(seconds) for name, seconds in times.items()}
-    print(f"median: ours {median['ours']:.1f} s, TRL {median['TRL']:.1f} s: ours / TRL = {median['ours'] / median['TRL']:.2f}")
+                print(f"{name:26s} {' '.join(f'{s:.1f}' for s in seconds)} s a step, {length:.1f} tokens an answer", flush=True)
+    *mine, theirs = (statistics.median(seconds) for seconds in times.values())
+    print(f"median of TRL: {theirs:.1f} s; ours / TRL = {mine[0] / theirs:.2f} (1 rank), {mine[1] / theirs:.2f} (2 ranks)")
 
 
 if __name__ == "__main__":

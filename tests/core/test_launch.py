@@ -50,10 +50,14 @@ def test_script_parses(script: Path) -> None:
 
 
 def test_env_keeps_what_the_user_set_and_gives_reasons() -> None:
-    show = f"source {LAUNCH}/env.sh; echo $OMP_NUM_THREADS $OMP_WAIT_POLICY $USE_HUB_KERNELS $NPROC $GLOO_SOCKET_IFNAME"
-    assert bash(show).stdout.split() == ["1", "PASSIVE", "0", "2", "lo"]
+    show = f"source {LAUNCH}/env.sh; echo $OMP_NUM_THREADS $USE_HUB_KERNELS $NPROC $GLOO_SOCKET_IFNAME"
+    assert bash(show).stdout.split() == ["1", "0", "2", "lo"]
     kept = environment(OMP_NUM_THREADS="7", NPROC="4", TORCHRUN_ARGS="--nnodes 2")
-    assert bash(show, env=kept).stdout.split() == ["7", "PASSIVE", "0", "4"]  # several nodes: loopback would not do
+    assert bash(show, env=kept).stdout.split() == ["7", "0", "4"]  # several nodes: loopback would not do
+    cores = len(os.sched_getaffinity(0))
+    for num_ranks, policy in ((cores, "unset"), (cores + 1, "PASSIVE")):
+        run = bash(f"source {LAUNCH}/env.sh; echo ${{OMP_WAIT_POLICY-unset}}", env=environment(NPROC=str(num_ranks)))
+        assert run.stdout.strip() == policy, (num_ranks, cores, run)
     lines = (LAUNCH / "env.sh").read_text().splitlines()
     for above, line in zip(lines, lines[1:], strict=False):
         if "export" in line and "PATH" not in line:

@@ -201,7 +201,8 @@ def norm_run() -> tuple[float, float]:
     dist.init_process_group("gloo")
     model = sharded_model()
     model(pack.dummy()).sum().backward()
-    return grad_norm(dict(model.named_parameters())), torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor().item()
+    parameters = dict(model.named_parameters())
+    return grad_norm(parameters), torch.nn.utils.get_total_norm([p.grad for p in parameters.values()]).full_tensor().item()
 
 
 def test_norm_agrees_with_torch_and_between_worlds() -> None:
