@@ -7,6 +7,7 @@ import torch
 
 from kernels.cpu import implementation, select, self_test
 
+collect_ignore_glob = ["interpreted/*"]  # Triton's interpreter needs processes of its own: test_interpreted.py starts them
 CHUNKS = (1, 3, 7, 16, 20)
 
 

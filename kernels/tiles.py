@@ -1,0 +1,145 @@
+"""The one table of tile shapes of the Triton kernels, and what their wrappers and the ahead-of-time compiler share.
+
+A result's bits depend on the tile it was computed with, so a tile is a function of (op, dtype, K, N, architecture) and of nothing that
+varies between calls: no autotuning, and the number of rows is not an argument. One compiled variant serves decode, prefill and training.
+
+Legend: M rows, K the dimension that is summed (or a head's width), N columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+ARCHES = ("sm_80", "sm_90", "sm_100", "gfx942")
+DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # and their names in a Triton signature
+ALIGNMENT = 16  # bytes: the kernels are compiled for pointers that are multiples of it
+PAGE = 64  # keys in a page of the cache, which is one block of the softmax
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows, columns and summed terms of one step of one program; warps of a program; stages of the load pipeline."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One compiled variant: what the JIT compiles when the wrapper launches `kernel`, written down so that no GPU is needed.
+
+    `signature` names every parameter of the kernel in order: "*bf16", "*fp32", "i32", ..., or "constexpr" for those in `constants`.
+    Pointers are taken to be aligned to 16 bytes, as the wrappers require; numbers must be in the kernel's `do_not_specialize`. `dot` says
+    that the kernel multiplies matrices, so that a matrix instruction is expected in the result where there is one for `dtype`.
+    """
+
+    label: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+    dtype: torch.dtype
+    dot: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # further compiler options that the wrapper passes
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n (n >= 1): Triton's blocks have such sides."""
+    return 1 << (n - 1).bit_length()
+
+
+def tile(op: str, dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
+    """The tile of an op for a weight or row of this shape on this architecture, whatever the number of rows."""
+    assert arch in ARCHES and dtype in DTYPES, (arch, dtype)
+    return _TABLE[op](dtype, k, n, arch)
+
+
+def _linear(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
+    if dtype is torch.float32:  # no matrix instruction takes float32 exactly: plain fused multiply-adds, 32 sums a thread
+        return Tile(64, 64, 16, 4, 2)
+    if arch == "gfx942":  # 64 KiB of local memory
+        return Tile(64, 64, 64, 4, 2)
+    # 64 rows are the least that wgmma and tcgen05 take. Narrow outputs get narrow tiles, so that decode still fills the processors.
+    block_n = 128 if n >= 16384 else 64
+    return Tile(64, block_n, 64, 4, 4)
+
+
+def _rows(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
+    """Ops that walk along a row of n: short rows share a program, long ones are walked in blocks."""
+    block_n = min(power_of_two(n), 4096)
+    return Tile(max(1, 2048 // block_n), block_n, 1, 4 if block_n <= 2048 else 8, 1)
+
+
+def _flat(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
+    return Tile(1, 1024, 1, 4, 1)
+
+
+def _gather(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
+    """block_k rows of the gradient are added at a time, in the order of their tokens."""
+    return Tile(1, min(power_of_two(n), 1024), 16, 4, 1)
+
+
+def _attention(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
+    """k is the head's width. block_n is the page, block_k the padded width."""
+    block_m = 16 if dtype is torch.float32 or arch == "sm_80" or arch == "gfx942" else 64
+    return Tile(block_m, PAGE, max(16, power_of_two(k)), 4, 1 if dtype is torch.float32 or arch == "gfx942" else 2)
+
+
+def _vocabulary(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
+    return Tile(1, min(max(power_of_two(n), 64), 2048), 1, 4, 1)
+
+
+_TABLE = {
+    "linear": _linear,
+    "rmsnorm": _rows,
+    "rope": _rows,
+    "swiglu": _flat,
+    "embedding": _gather,
+    "attention": _attention,
+    "write_kv": _rows,
+    "logprob": _vocabulary,
+    "sample": _vocabulary,
+}
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on CPU tensors (TRITON_INTERPRET=1 before triton is imported)."""
+    return triton.knobs.runtime.interpret
+
+
+def arch_of(x: torch.Tensor) -> str:
+    """The architecture that a tensor lives on. The interpreter stands in for sm_90, whose tiles it then proves."""
+    return "sm_90" if interpreted() else _arch(x.device.index or 0)
+
+
+@cache
+def _arch(device: int) -> str:
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    exact = f"sm_{major}{minor}"
+    return exact if exact in ARCHES else f"sm_{major}0"  # sm_86 and sm_89 run the tiles of sm_80
+
+
+def check(op: str, *tensors: torch.Tensor | None, supported: str = "", ok: bool = True) -> None:
+    """Raise ValueError unless `ok` and every tensor is dense, aligned to 16 bytes and where the kernels run."""
+    present = [x for x in tensors if x is not None]
+    what = ", ".join(f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}" for x in present)
+    if not ok:
+        raise ValueError(f"{op}: {what} is not supported; supported: {supported}")
+    for x in present:
+        if x.device.type != ("cpu" if interpreted() else "cuda"):
+            raise ValueError(f"{op}: {what}: the Triton kernels take CUDA tensors, or CPU tensors under TRITON_INTERPRET=1")
+        if not x.is_contiguous():
+            raise ValueError(f"{op}: {what}: strides {x.stride()} are not supported; supported: contiguous tensors")
+        if x.data_ptr() % ALIGNMENT:
+            raise ValueError(f"{op}: {what}: a tensor starts at {x.data_ptr():#x}; supported: multiples of {ALIGNMENT} bytes (clone it)")
