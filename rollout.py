@@ -143,16 +143,16 @@ def load_inputs(config: Config) -> Inputs:
             f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt: --model {config.model} takes {max_context}"
         )
     task = tasks.load(config.task, config.seed, config.data, config.eval_data)
-    check_kernels(model_config)
+    check_kernels(model_config, strict=config.parity == "strict")
     if config.micro_batch_tokens < max_context:
         raise ValueError(f"--micro-batch-tokens {config.micro_batch_tokens} cannot hold one sample of --max-context {max_context}")
     tokenizer = hf.load_tokenizer(model_dir)
     return Inputs(model_dir, model_config, tokenizer, hf.load_stop_ids(model_dir, tokenizer), task, max_context)
 
 
-def check_kernels(c: ModelConfig) -> None:
-    """The C++ kernels do not depend on the batch by construction; the torch path only on shapes for which it has just been seen."""
-    if cpu.implementation() == "torch":
+def check_kernels(c: ModelConfig, *, strict: bool) -> None:
+    """See that no result depends on the batch, on this model's shapes; a ValueError if one does. The torch path is never used without."""
+    if strict or cpu.implementation() == "torch":
         matrices = {shape for shape in hf.expected_shapes(c).values() if len(shape) == 2}
         cpu.self_test(sorted(matrices), c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size)
 

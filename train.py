@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from miles_core import checkpoint, guard, loss, numerics, pack, report, ring, rundir
+from kernels import cpu
+from miles_core import checkpoint, guard, loss, numerics, pack, parity, report, ring, rundir
 from miles_core.advantage import WHITENED, whiten, whitening_sums
 from miles_core.config import Config, parse_args
 from miles_core.metrics import Logger, Max, Mean, Metric, Sum, merge, reduce
@@ -70,7 +71,8 @@ def train(run: Trainer, rollout: Rollout | None) -> None:
             logp_train_M, entropy_M = score(run.model, batch)
             value, metrics = loss.policy_loss(logp_train_M, entropy_M, batch, run.loss_params, total)
             value.backward()
-            parts += [metrics, loss.staleness(batch, run.version), loss.parity_diff(logp_train_M, batch, run.version, config.on_update)]
+            parts += [metrics, loss.staleness(batch, run.version), run.gate.watch(logp_train_M, batch, run.version)]
+        run.gate.check(run.version, run.model, run.inputs.model_config, topo.train_max)
 
         # Step and publish; only then are the slots released: released at take, samples would be one version older (DESIGN 4.2).
         # `groups` are views of the slots and end here.
@@ -179,6 +181,7 @@ class Trainer:
         )  # fmt: skip
         names = [f.name for f in dataclasses.fields(loss.LossParams)]
         self.loss_params = loss.LossParams(**{name: getattr(config, name) for name in names})
+        self.gate = parity.Gate(config.parity, config.on_update)
         self.checkpoints = checkpoint.Checkpointer(start.run_dir / "checkpoints", config.keep_checkpoints, topo.checkpoint_group)
         if start.checkpoint:
             checkpoint.load_optimizer(start.checkpoint, self.optimizer.parameters, self.optimizer.adamw, topo.control_group)
@@ -304,7 +307,8 @@ def main() -> None:
     topo = Topology(layout, torch.device("cpu"), config.timeout)
     start = next(s for s in topo.gather(open_run(config) if topo.is_logger else None) if s is not None)
     if topo.is_logger:
-        print(describe(config, layout, inputs.max_context), flush=True)
+        print(describe(config, layout, inputs.max_context))
+        print(f"parity: {config.parity} ({cpu.describe()})")
         print(start, flush=True)
 
     # The node leader owns the node's shared memory; the others attach to it.

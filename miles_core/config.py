@@ -50,6 +50,13 @@ class Config:
         choices=("recompute", "keep"),
     )
     timeout: float = _flag(300.0, "topology", "seconds that any rank waits for another before the job stops and says for whom")
+    parity: str = _flag(
+        "strict",
+        "topology",
+        "sampler against trainer, token by token under the same weights: strict stops the run at the first bit of difference and finds the "
+        "op, report logs it, off does not compare",
+        choices=("strict", "report", "off"),
+    )
     # rollout
     prompts_per_step: int = _flag(16, "rollout", "groups that one optimizer step trains on, over all nodes")
     samples_per_prompt: int = _flag(8, "rollout", "samples in a group")

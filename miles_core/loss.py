@@ -230,6 +230,16 @@ def staleness(batch: Batch, version: int) -> dict[str, Metric]:
     return {"train/staleness_mean": Mean(stale_K.sum(), len(stale_K)), "train/staleness_max": Max(stale_K.max())}
 
 
+def fresh(batch: Batch, version: int, on_update: str) -> torch.Tensor:
+    """bool [M]: the kept tokens that were sampled from exactly the weights of `version`, cached keys and values included."""
+    return (batch.keep_M > 0) & (_comparable_staleness(batch, version, on_update) == 0)
+
+
+def _comparable_staleness(batch: Batch, version: int, on_update: str) -> torch.Tensor:
+    """Steps between the weights that gave each token and `version` [M]; with "keep" those of the oldest token of its sequence."""
+    return _sequence_staleness(batch, version)[batch.sequence_M] if on_update == "keep" else version - batch.version_M
+
+
 def parity_diff(logp_train_M: torch.Tensor, batch: Batch, version: int, on_update: str) -> dict[str, Metric]:
     """|trainer - sampler| of the log-probs, token by token. `logp_train_M` must come from the weights of `version`.
 
@@ -241,11 +251,8 @@ def parity_diff(logp_train_M: torch.Tensor, batch: Batch, version: int, on_updat
     entirely at `version` are compared; with "recompute" the cache always is what the current weights give.
     """
     diff_M = (logp_train_M.detach() - batch.logp_roll_M).abs()
-    stale_M = version - batch.version_M
-    if on_update == "keep":
-        stale_M = _sequence_staleness(batch, version)[batch.sequence_M]
-    kept_M = batch.keep_M > 0
-    live_K = diff_M[kept_M & (stale_M == 0)]
+    stale_M, kept_M = _comparable_staleness(batch, version, on_update), batch.keep_M > 0
+    live_K = diff_M[fresh(batch, version, on_update)]
     metrics: dict[str, Metric] = {"train/logp_diff_tokens": Sum(len(live_K))}
     if len(live_K):
         metrics["train/logp_diff_max"] = Max(live_K.max())

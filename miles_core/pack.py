@@ -93,6 +93,7 @@ def dummy() -> Batch:
     return Batch(
         tokens_T=id0, positions_T=id0, cu_seqlens_S1=torch.tensor([0, 1], dtype=torch.int32), rows_M=id0, targets_M=id0, sequence_M=id0,
         logp_roll_M=zero, advantage_M=zero, version_M=id0, keep_M=zero, temperature_M=one, top_p_M=one, top_k_M=id0, weight_S=zero,
+        ids_S2=torch.full((1, 2), -1),
     )  # fmt: skip
 
 
@@ -131,6 +132,7 @@ def _batch(packed: Sequence[Trajectory]) -> Batch:
         top_p_M=per_token("top_p", np.float32),
         top_k_M=per_token("top_k", np.int64),
         weight_S=torch.from_numpy(np.bincount(sequence_M, minlength=len(packed)).astype(np.float32) * keep_S),
+        ids_S2=torch.tensor([(t.group, t.sample) for t in packed]),
     )
     _check(batch)
     return batch

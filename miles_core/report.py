@@ -78,7 +78,10 @@ def duration(seconds: float) -> str:
 def step_line(step: int, steps: int, values: Mapping[str, float], mean_step_s: float) -> str:
     """One optimizer step for a person: progress bar, reward, loss, staleness, parity, who waits, time left."""
     filled = round(20 * step / steps)
-    parity = f"{values['train/logp_diff_max']:.1e}" if "train/logp_diff_max" in values else "no fresh token"
+    if "train/logp_diff_max" in values:
+        parity = f"{values['train/logp_diff_max']:.1e}"
+    else:
+        parity = "no fresh token" if "train/logp_diff_tokens" in values else "not compared"
     return (
         f"step {step:{len(str(steps))}d}/{steps} [{'=' * filled}{' ' * (20 - filled)}] "
         f"reward {values['rollout/reward_mean']:.3f}  loss {values['train/loss']:+.4f}  grad {values['train/grad_norm']:.2f}  "

@@ -131,6 +131,7 @@ class Batch:
     top_p_M: torch.Tensor  # float32
     top_k_M: torch.Tensor  # int64
     weight_S: torch.Tensor  # float32 [S], kept tokens of each sequence
+    ids_S2: torch.Tensor  # int64 [S, 2], group and sample of each sequence
     logp_prox_M: torch.Tensor | None = None  # float32, trainer at step start (decoupled loss)
     logp_ref_M: torch.Tensor | None = None  # float32, frozen reference (KL)
 

@@ -26,7 +26,7 @@ LAYERS = (
     "topology numerics metrics pacing",
     "tasks model",
     "engine advantage ring pack loss optim report",
-    "weights checkpoint assets",
+    "weights checkpoint assets parity",
     "rollout",
     "train",
 )

@@ -6,7 +6,15 @@ from collections.abc import Iterable
 
 from kernels.cpu.loader import implementation, load, select
 
-__all__ = ["implementation", "load", "select", "self_test"]
+__all__ = ["describe", "implementation", "load", "select", "self_test"]
+
+OPS = ("embedding", "linear", "rmsnorm", "rope", "swiglu", "attention", "logprob", "sample")
+
+
+def describe() -> str:
+    """Every op and what computes it in this process."""
+    name = {"cpp": "C++", "torch": "torch, row blocks of one shape"}[implementation()]
+    return f"{', '.join(OPS[1:])}: {name}; {OPS[0]}: a copy"
 
 
 def self_test(linear_shapes: Iterable[tuple[int, int]], head_dim: int, num_heads: int, num_kv_heads: int, vocab: int) -> None:

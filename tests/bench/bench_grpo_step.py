@@ -64,9 +64,9 @@ def ours(model: str, steps: int, work: Path, ranks: int) -> tuple[list[float], f
     """(seconds of every step but the first, mean answer length)."""
     (work / "story.py").write_text(TASK)
     flags = {
-        "model": model, "task": work / "story.py", "run-dir": work / f"run{ranks}", "rollout-ranks-per-node": 0, "prompts-per-step": PROMPTS,
-        "samples-per-prompt": SAMPLES, "max-new-tokens": NEW_TOKENS, "max-context": 256, "lr": 1e-6, "steps": steps, "eval-prompts": 0,
-        "save-every": 0,
+        "model": model, "task": work / "story.py", "run-dir": work / f"run{ranks}", "rollout-ranks-per-node": 0,
+        "prompts-per-step": PROMPTS, "samples-per-prompt": SAMPLES, "max-new-tokens": NEW_TOKENS, "max-context": 256, "lr": 1e-6,
+        "steps": steps, "eval-prompts": 0, "save-every": 0,
     }  # fmt: skip
     command = [sys.executable, str(ROOT / "launch/torchrun.py"), "--standalone", "--nproc-per-node", str(ranks), str(ROOT / "train.py")]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]

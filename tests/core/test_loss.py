@@ -37,7 +37,7 @@ def make_batch(roll: list[float], advantage: list[float], lengths: list[int] | N
         tokens_T=ids, positions_T=ids, cu_seqlens_S1=torch.tensor([0, *lengths]).cumsum(0).int(), rows_M=ids, targets_M=ids,
         sequence_M=sequence_M, logp_roll_M=logs(*roll), advantage_M=torch.tensor(advantage, dtype=torch.float32), version_M=ids,
         keep_M=keep_M, temperature_M=one, top_p_M=one, top_k_M=ids,
-        weight_S=torch.zeros(len(lengths)).index_add(0, sequence_M, keep_M),
+        weight_S=torch.zeros(len(lengths)).index_add(0, sequence_M, keep_M), ids_S2=torch.zeros(len(lengths), 2, dtype=torch.int64),
     )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ def test_fields_by_hand() -> None:
         "top_p_M": [1, 1, 1, 0.9],
         "top_k_M": [0, 0, 0, 8],
         "weight_S": [3, 0],
+        "ids_S2": [[0, 0], [0, 1]],
     }
     for name, values in expected.items():
         tensor = getattr(batch, name)

@@ -26,6 +26,7 @@ WORLDS = {  # ranks, flags
     "2-rollout-1-train": (3, ("--rollout-ranks-per-node", 2)),
     "1-rollout-2-train": (3, ("--rollout-ranks-per-node", 1)),
     "2-colocated": (2, ("--rollout-ranks-per-node", 0)),
+    "2-colocated-zero-3": (2, ("--rollout-ranks-per-node", 0, "--reshard-after-forward")),
 }
 ASYNC_FLAGS = ("--prompts-per-step", 2, "--steps", 8)
 MODES = {  # ranks, max_staleness, flags
@@ -75,7 +76,7 @@ def test_how_it_is_rolled_out_changes_no_bit(sync_runs: dict, world: str) -> Non
     assert [figures(step) for step in sync_runs[world]] == [figures(step) for step in sync_runs["one"]]
 
 
-@pytest.mark.parametrize("world", ["1-rollout-2-train", "2-colocated"])
+@pytest.mark.parametrize("world", ["1-rollout-2-train", "2-colocated", "2-colocated-zero-3"])
 def test_two_training_ranks_compute_the_step_of_one(sync_runs: dict, world: str) -> None:
     """The same samples; loss and gradient differ by rounding alone (FSDP adds up in another order)."""
     first, reference = sync_runs[world][0], sync_runs["one"][0]
