@@ -130,16 +130,27 @@ def _arch(device: int) -> str:
     return exact if exact in ARCHES else f"sm_{major}0"  # sm_86 and sm_89 run the tiles of sm_80
 
 
-def check(op: str, *tensors: torch.Tensor | None, supported: str = "", ok: bool = True) -> None:
-    """Raise ValueError unless `ok` and every tensor is dense, aligned to 16 bytes and where the kernels run."""
-    present = [x for x in tensors if x is not None]
-    what = ", ".join(f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}" for x in present)
+def require(op: str, ok: bool, supported: str, *tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless `ok`, naming the op, its tensors and what it supports. Looks at no memory, so it serves meta tensors too."""
     if not ok:
-        raise ValueError(f"{op}: {what} is not supported; supported: {supported}")
-    for x in present:
-        if x.device.type != ("cpu" if interpreted() else "cuda"):
-            raise ValueError(f"{op}: {what}: the Triton kernels take CUDA tensors, or CPU tensors under TRITON_INTERPRET=1")
+        raise ValueError(f"{op}: {_describe(*tensors)} is not supported; supported: {supported}")
+
+
+def check(op: str, *tensors: torch.Tensor | None, supported: str = "", ok: bool = True) -> None:
+    """`require`, and every tensor must be dense, aligned to 16 bytes and where the kernels run."""
+    require(op, ok, supported, *tensors)
+    device = "cpu" if interpreted() else "cuda"
+    for x in tensors:
+        if x is None:
+            continue
+        if x.device.type != device:
+            raise ValueError(f"{op}: {_describe(x)}: the Triton kernels take CUDA tensors, or CPU tensors under TRITON_INTERPRET=1")
         if not x.is_contiguous():
-            raise ValueError(f"{op}: {what}: strides {x.stride()} are not supported; supported: contiguous tensors")
+            raise ValueError(f"{op}: {_describe(x)} with strides {x.stride()} is not supported; supported: contiguous tensors")
         if x.data_ptr() % ALIGNMENT:
-            raise ValueError(f"{op}: {what}: a tensor starts at {x.data_ptr():#x}; supported: multiples of {ALIGNMENT} bytes (clone it)")
+            where = f"starts {x.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}"
+            raise ValueError(f"{op}: {_describe(x)} {where}; supported: multiples of {ALIGNMENT} bytes (clone it)")
+
+
+def _describe(*tensors: torch.Tensor | None) -> str:
+    return ", ".join(f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}" for x in tensors if x is not None)

@@ -1,8 +1,8 @@
 """Runs the Triton kernels in Triton's interpreter, on the CPU, one process a file: tests/kernels/test_interpreted.py starts them.
 
-The interpreter has three faults (triton 3.6 to 3.9, kept in view by test_canary.py). Its dot multiplies the raw 16-bit integers of bfloat16
-operands; its float32 dot is np.matmul of the tile, where a row depends on its neighbours; its cast to bfloat16 cuts the number off and does
-not round. `exact_dot` (rank-1 updates in order of k, in float32, from the accumulator on) and `rounding_cast` stand in for them.
+The interpreter has three faults (seen in triton 3.8; test_canary.py keeps them in view). Its dot multiplies the raw 16-bit integers of
+bfloat16 operands; its float32 dot is np.matmul of the tile, where a row depends on its neighbours; its cast to bfloat16 cuts the number
+off and does not round. `exact_dot` (rank-1 updates in order of k, in float32, from the accumulator on) and `rounding_cast` stand in.
 Outputs are full of NaN beforehand (nan_in_new_memory of the parent folder).
 """
 
@@ -39,8 +39,10 @@ def exact_dot(builder, a, b, d, *precision):
     """a @ b + d over k in order, each output by itself: the same bits wherever a row stands in its tile."""
     assert d.data.dtype == np.float32 and a.dtype.is_floating() and b.dtype.is_floating(), (a.dtype, b.dtype, d.dtype)
     left, right, total = widen(a.data, a.dtype), widen(b.data, b.dtype), d.data.copy()
-    for k in range(left.shape[-1]):
-        total += left[..., :, k, None] * right[..., k, None, :]
+    product = np.empty_like(total)
+    with np.errstate(invalid="ignore", over="ignore"):  # infinity and NaN go through, as on a GPU
+        for k in range(left.shape[-1]):
+            total += np.multiply(left[..., :, k, None], right[..., k, None, :], out=product)
     return interpreter.TensorHandle(total, d.dtype.scalar)
 
 
