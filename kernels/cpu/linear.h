@@ -66,6 +66,7 @@ inline void pack_panel(const float* weight, long num_out, long num_in, long n0, 
     const long rows = std::min(LANES, num_out - n0);
     const float* w = weight + n0 * num_in + k0;
     long k = 0;
+#if !defined(SCALAR)  // sixteen rows, transposed eight columns at a time
     for (; rows == LANES && k + 8 <= terms; k += 8) {
         for (int half = 0; half < 2; ++half) {
             __m256 t[8], u[8];
@@ -84,6 +85,7 @@ inline void pack_panel(const float* weight, long num_out, long num_in, long n0, 
             }
         }
     }
+#endif
     for (; k < terms; ++k) {
         for (long j = 0; j < LANES; ++j) out[k * LANES + j] = j < rows ? w[j * num_in + k] : 0.0f;
     }

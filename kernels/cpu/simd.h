@@ -1,18 +1,52 @@
-// Sixteen floats and the few operations that the kernels use, the same bits with AVX-512 (one register) and AVX2 (two).
+// Sixteen floats and the few operations that the kernels use, the same bits with AVX-512 (one register), AVX2 (two) and plain C++ (an array;
+// -DSCALAR, several times slower: it is the specification, and what a port to another processor starts from).
 // Anything that adds across lanes fixes the order, and anything that ends before a full vector works on a copy padded to one.
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
+#if !defined(SCALAR)
+#include <immintrin.h>
+#endif
+
 #define INLINE inline __attribute__((always_inline))
+#if defined(SCALAR)
+#define UNROLL
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 constexpr long LANES = 16;
 
-#if defined(__AVX512F__)
+#if defined(SCALAR)
+
+struct V {
+    float x[LANES];
+};
+template <class F>
+INLINE V each(F f) {
+    V v;
+    for (long i = 0; i < LANES; ++i) v.x[i] = f(i);
+    return v;
+}
+INLINE V set1(float a) { return each([&](long) { return a; }); }
+INLINE V load(const float* p) { return each([&](long i) { return p[i]; }); }
+INLINE void store(float* p, V a) { std::memcpy(p, a.x, sizeof a.x); }
+INLINE V add(V a, V b) { return each([&](long i) { return a.x[i] + b.x[i]; }); }
+INLINE V sub(V a, V b) { return each([&](long i) { return a.x[i] - b.x[i]; }); }
+INLINE V mul(V a, V b) { return each([&](long i) { return a.x[i] * b.x[i]; }); }
+INLINE V div(V a, V b) { return each([&](long i) { return a.x[i] / b.x[i]; }); }
+INLINE V fma(V a, V b, V c) { return each([&](long i) { return std::fma(a.x[i], b.x[i], c.x[i]); }); }
+INLINE V max(V a, V b) { return each([&](long i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; }); }  // b where either is NaN
+INLINE V min(V a, V b) { return each([&](long i) { return a.x[i] < b.x[i] ? a.x[i] : b.x[i]; }); }
+INLINE V zero_below(V x, float limit, V a) { return each([&](long i) { return x.x[i] < limit ? 0.0f : a.x[i]; }); }
+INLINE V first(V a, long n, float rest) { return each([&](long i) { return i < n ? a.x[i] : rest; }); }  // lanes below n, else `rest`
+INLINE V scale_by_power_of_2(V a, V n) { return each([&](long i) { return std::ldexp(a.x[i], static_cast<int>(n.x[i])); }); }
+INLINE V load8(const float* p) { return each([&](long i) { return i < 8 ? p[i] : 0.0f; }); }
+
+#elif defined(__AVX512F__)
 
 struct V {
     __m512 x;
@@ -89,6 +123,20 @@ INLINE void store_part(float* p, long n, V a) {
 }
 
 // Across lanes: i with i + 8, then i + 4, i + 2, i + 1.
+#if defined(SCALAR)
+template <class T>
+INLINE T fold(const V& a, T (*op)(T, T)) {
+    T t[LANES];
+    for (long i = 0; i < LANES; ++i) t[i] = a.x[i];
+    for (long half = LANES / 2; half > 0; half /= 2) {
+        for (long i = 0; i < half; ++i) t[i] = op(t[i], t[i + half]);
+    }
+    return t[0];
+}
+INLINE float sum(V a) { return fold<float>(a, [](float x, float y) { return x + y; }); }
+INLINE float max_of(V a) { return fold<float>(a, [](float x, float y) { return x > y ? x : y; }); }
+INLINE double sum_double(V a) { return fold<double>(a, [](double x, double y) { return x + y; }); }
+#else
 INLINE float sum(V a) {
     const __m256 b = _mm256_add_ps(low(a), high(a));
     const __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
@@ -110,6 +158,7 @@ INLINE double sum_double(V a) {
     const __m128d e = _mm_add_pd(_mm256_castpd256_pd128(d), _mm256_extractf128_pd(d, 1));
     return _mm_cvtsd_f64(_mm_add_sd(e, _mm_unpackhi_pd(e, e)));
 }
+#endif
 
 // e^x within 2 ulp: x = n ln 2 + r, Taylor to degree 7 on |r| <= ln 2 / 2 (remainder 5e-9). exp(0) is 1. Results that would be subnormal
 // are 0, so that flush-to-zero modes change nothing. NaN stays NaN.
@@ -131,7 +180,7 @@ INLINE V exp(V x) {
 
 // ---- the register tile that linear and attention share
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(SCALAR)
 constexpr int REGISTERS = 31;  // vectors of 16 floats, one kept for the broadcast
 #else
 constexpr int REGISTERS = 7;

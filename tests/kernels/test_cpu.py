@@ -16,6 +16,9 @@ from kernels.logprob import logprob
 from kernels.rmsnorm import rmsnorm
 from kernels.sample import sample
 from kernels.swiglu import swiglu
+from miles_core.assets import TINY
+from miles_core.model import hf
+from miles_core.model.attend import PackedAttend
 
 ROOT = Path(__file__).parents[2]
 IMPLEMENTATION = "from kernels.cpu import implementation, load; print(implementation(), load())"
@@ -112,7 +115,18 @@ def test_self_test_refuses_an_op_that_depends_on_the_batch(monkeypatch):
 
 
 @torch.no_grad()
+@torch.no_grad()
+def logits_of_the_embedded_policy() -> torch.Tensor:
+    """Two sequences packed, every position."""
+    model, lengths = hf.load(TINY), [90, 37]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    tokens = torch.arange(len(positions)) * 7 % model.config.vocab_size
+    attend = PackedAttend(torch.tensor([0, 90, 127], dtype=torch.int32), model.config.head_dim**-0.5)
+    return model(tokens, positions, attend, torch.arange(len(positions)))
+
+
 def everything() -> list[torch.Tensor]:
+    """Each op, and a whole model."""
     torch.manual_seed(0)
     x, weight, head = torch.randn(45, 300), torch.randn(200, 300), torch.randn(301, 300)
     y = linear(x, weight)
@@ -121,13 +135,18 @@ def everything() -> list[torch.Tensor]:
     token, logp = sample(linear(x, head), *settings, torch.rand(45, dtype=torch.float64))
     scores = logprob(x, head, token, *settings)
     attention = packed_attention(q, k, v, torch.tensor([0, 20, 150], dtype=torch.int32), 0.2)
-    return [y, rmsnorm(x, x[0], 1e-6), swiglu(y, -y), attention, token, logp, *scores]
+    return [y, rmsnorm(x, x[0], 1e-6), swiglu(y, -y), attention, token, logp, *scores, logits_of_the_embedded_policy()]
 
 
-def test_bits_do_not_depend_on_the_vector_width(monkeypatch, tmp_path):
-    """Where this processor has AVX-512, the library built for AVX2 gives the same bits."""
+BUILDS = {"avx2": ["-march=haswell"], "scalar": ["-mfma", "-DSCALAR", "-O1"]}
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_bits_do_not_depend_on_the_vector_width(build, monkeypatch, tmp_path):
+    """The library as this processor has it (AVX-512 where it can), built for AVX2, and as plain scalar code."""
     native = everything()
-    monkeypatch.setattr(loader, "FLAGS", ["-march=haswell" if flag == "-march=native" else flag for flag in loader.FLAGS])
+    flags = [flag for flag in loader.FLAGS if flag != "-march=native"] + BUILDS[build]
+    monkeypatch.setattr(loader, "FLAGS", flags)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(loader, "_library", loader._open_library())
     for ours, other in zip(native, everything(), strict=True):
