@@ -1,0 +1,278 @@
+"""The price of invariance: every op and a whole model, against plain torch.
+
+    OMP_NUM_THREADS=1 python -m kernels.bench [--seconds 0.5] [--only model]
+
+Shapes of SmolLM2-135M, float32. Every line is a pair of medians taken in turns in this run: invariant (ours) and fast (torch, whose results
+depend on the batch), with weights that are cold (a rotation of copies larger than the caches; a whole model is larger by itself). The
+price is invariant / fast: below 1, invariance costs nothing. The share is the better of two: of the memory bandwidth and of the sgemm
+peak, both measured first (the best of five medians).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from itertools import cycle
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kernels.attention import PAGE, allocate_cache, packed_attention, paged_attention, write_kv
+from kernels.cpu import implementation
+from kernels.linear import PackedWeight, linear, pack
+from kernels.rmsnorm import rmsnorm
+from kernels.rope import rope
+from kernels.sample import sample
+from kernels.swiglu import swiglu
+
+D, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 576, 1536, 9, 3, 64, 49152, 30
+CONTEXT = 1000  # keys that a decoded token attends to
+COLD = 256 << 20  # bytes of weights in a rotation
+
+
+def medians(seconds: float, *functions: Callable[[], object]) -> list[float]:
+    """Median time of each function in seconds, all of them called in turns."""
+    times: list[list[float]] = [[] for _ in functions]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 6:
+        for function, list_ in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            function()
+            list_.append(time.perf_counter() - start)
+    return [statistics.median(list_[1:]) for list_ in times]
+
+
+class Report:
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        matrix, vector = torch.randn(1024, 1024), torch.ones(COLD // 4)
+        gemm, read = (min(medians(seconds, lambda: matrix @ matrix, vector.sum)[i] for _ in range(5)) for i in (0, 1))
+        self.flops, self.bandwidth = 2 * 1024**3 / gemm, COLD / read
+        print(f"kernels: {implementation()}; sgemm {self.flops / 1e9:.0f} GFLOP/s, reading memory {self.bandwidth / 1e9:.1f} GB/s\n")
+        print(f"{'op':28} {'M':>4} {'ours us':>10} {'torch us':>10} {'price':>6}  ours reaches")
+
+    def line(self, op: str, rows: int, ours: Callable, plain: Callable, flops: float, nbytes: float) -> None:
+        our_time, torch_time = medians(self.seconds, ours, plain)
+        shares = {"of sgemm": flops / our_time / self.flops, "of memory bandwidth": nbytes / our_time / self.bandwidth}
+        best = max(shares, key=shares.__getitem__)
+        line = f"{op:28} {rows:4} {our_time * 1e6:10.1f} {torch_time * 1e6:10.1f} {our_time / torch_time:6.2f}  {shares[best]:.0%} {best}"
+        print(line, flush=True)
+
+
+def bench_linear(report: Report, name: str, outputs: int, inputs: int, sizes: list[int]) -> None:
+    copies = max(1, COLD // (outputs * inputs * 4))
+    weights = [torch.randn(outputs, inputs) for _ in range(copies)]
+    ready = cycle([(weight, pack(weight)) for weight in weights])
+    plain, unpacked = cycle(weights), cycle(weights)
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        weight, packed = next(ready)
+        return linear(x, weight, None, packed)
+
+    for rows in sizes:
+        x = torch.randn(rows, inputs)
+        work = 2 * rows * outputs * inputs, outputs * inputs * 4
+        report.line(f"linear {name}", rows, lambda x=x: ours(x), lambda x=x: F.linear(x, next(plain)), *work)
+        if rows >= 512:
+            report.line(
+                f"linear {name}, unpacked", rows, lambda x=x: linear(x, next(unpacked)), lambda x=x: F.linear(x, next(plain)), *work
+            )
+
+
+def bench_rowwise(report: Report, rows: int) -> None:
+    gate, up, x, weight = torch.randn(rows, FFN), torch.randn(rows, FFN), torch.randn(rows, D), torch.randn(D)
+    q, angle = torch.randn(rows, HEADS, HEAD_DIM), torch.randn(rows, HEAD_DIM // 2)
+    cos, sin = angle.cos(), angle.sin()
+
+    report.line("rmsnorm", rows, lambda: rmsnorm(x, weight, 1e-5), lambda: F.rms_norm(x, (D,), weight, 1e-5), 0, 8 * rows * D)
+    report.line("rope", rows, lambda: rope(q, cos, sin), lambda: torch_rope(q, cos, sin), 0, 8 * rows * D)
+    report.line("swiglu", rows, lambda: swiglu(gate, up), lambda: F.silu(gate) * up, 0, 12 * rows * FFN)
+
+
+def bench_decode_attention(report: Report, sequences: int) -> None:
+    blocks = -(-CONTEXT // PAGE)
+    cache = allocate_cache(1, sequences * blocks, KV_HEADS, HEAD_DIM)
+    cache.k.normal_(), cache.v.normal_()
+    table = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
+    starts, contexts = torch.arange(sequences + 1, dtype=torch.int32), torch.full((sequences,), CONTEXT, dtype=torch.int32)
+    q, scale = torch.randn(sequences, HEADS, HEAD_DIM), HEAD_DIM**-0.5
+    k, v = torch.randn(2, sequences, KV_HEADS, CONTEXT, HEAD_DIM)
+    report.line(
+        f"attention, {CONTEXT} keys",
+        sequences,
+        lambda: paged_attention(q, cache.k[0], cache.v[0], table, starts, contexts, scale),
+        lambda: F.scaled_dot_product_attention(q[:, :, None], k, v, scale=scale, enable_gqa=True),
+        4 * sequences * CONTEXT * D,
+        8 * sequences * CONTEXT * KV_HEADS * HEAD_DIM,
+    )
+
+
+def bench_prefill_attention(report: Report, tokens: int) -> None:
+    q, k, v = (torch.randn(tokens, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    starts, scale = torch.tensor([0, tokens], dtype=torch.int32), HEAD_DIM**-0.5
+
+    def plain() -> torch.Tensor:
+        heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=True)
+
+    report.line("attention, prefill", tokens, lambda: packed_attention(q, k, v, starts, scale), plain, 2 * tokens**2 * D, 0)
+
+
+def bench_sample(report: Report, rows: int) -> None:
+    logits, ones, off = torch.randn(rows, VOCAB) * 2, torch.ones(rows), torch.zeros(rows, dtype=torch.int64)
+    noise = torch.rand(rows, dtype=torch.float64)
+
+    def plain() -> torch.Tensor:
+        logp = logits.log_softmax(1)
+        return logp.gather(1, torch.multinomial(logp.exp(), 1))
+
+    for name, top_p, top_k in (("", 1.0, 0), (", top-p 0.9", 0.9, 0), (", top-k 50", 1.0, 50)):
+        report.line(
+            f"sample{name}", rows, lambda p=top_p, k=top_k: sample(logits, ones, ones * p, off + k, noise), plain, 0, 4 * logits.numel()
+        )
+
+
+class Matrix(NamedTuple):
+    weight: torch.Tensor
+    packed: PackedWeight | None
+
+
+class Layer(NamedTuple):
+    norm: torch.Tensor
+    qkv: tuple[Matrix, Matrix, Matrix]
+    out: Matrix
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+
+class Ops(NamedTuple):
+    """What the two sides of a whole model do differently."""
+
+    linear: Callable[[torch.Tensor, Matrix], torch.Tensor]
+    norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    rope: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def torch_rope(x_TNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x_TNH.chunk(2, -1)
+    return torch.cat([first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None]], -1)
+
+
+def ours_with(attend: Callable) -> Ops:
+    return Ops(lambda x, m: linear(x, m.weight, None, m.packed), lambda x, w: rmsnorm(x, w, 1e-5), rope, swiglu, attend)
+
+
+def torch_with(attend: Callable) -> Ops:
+    return Ops(
+        lambda x, m: F.linear(x, m.weight), lambda x, w: F.rms_norm(x, (D,), w, 1e-5), torch_rope, lambda g, u: F.silu(g) * u, attend
+    )
+
+
+def run_model(ops: Ops, layers: list[Layer], head: Matrix, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    for i, w in enumerate(layers):
+        normed = ops.norm(x, w.norm)
+        q, k, v = (ops.linear(normed, m).view(len(x), -1, HEAD_DIM) for m in w.qkv)
+        x = x + ops.linear(ops.attend(i, ops.rope(q, cos, sin), ops.rope(k, cos, sin), v).reshape(len(x), D), w.out)
+        normed = ops.norm(x, w.norm)
+        x = x + ops.linear(ops.swiglu(ops.linear(normed, w.gate), ops.linear(normed, w.up)), w.down)
+    return ops.linear(ops.norm(x[-64:], layers[0].norm), head)  # logits of at most 64 rows
+
+
+def make_model(packed: bool) -> tuple[list[Layer], Matrix]:
+    def matrix(outputs: int, inputs: int) -> Matrix:
+        weight = torch.randn(outputs, inputs) * inputs**-0.5
+        return Matrix(weight, pack(weight) if packed else None)
+
+    def layer() -> Layer:
+        kv = KV_HEADS * HEAD_DIM
+        qkv = (matrix(D, D), matrix(kv, D), matrix(kv, D))
+        return Layer(torch.ones(D), qkv, matrix(D, D), matrix(FFN, D), matrix(FFN, D), matrix(D, FFN))
+
+    return [layer() for _ in range(LAYERS)], matrix(VOCAB, D)
+
+
+def bench_decode(report: Report, layers: list[Layer], head: Matrix, sequences: int, context: int = 200) -> None:
+    """One token of each sequence, the last of `context`."""
+    blocks, scale = -(-context // PAGE), HEAD_DIM**-0.5
+    cache = allocate_cache(LAYERS, sequences * blocks, KV_HEADS, HEAD_DIM)
+    table = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
+    starts, contexts = torch.arange(sequences + 1, dtype=torch.int32), torch.full((sequences,), context, dtype=torch.int32)
+    slots = table[:, -1].long() * PAGE + (context - 1) % PAGE
+    keys, values = torch.zeros(2, LAYERS, sequences, KV_HEADS, context, HEAD_DIM)
+
+    def paged(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        write_kv(k, v, cache.k[i], cache.v[i], slots)
+        return paged_attention(q, cache.k[i], cache.v[i], table, starts, contexts, scale)
+
+    def dense(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys[i, :, :, -1], values[i, :, :, -1] = k, v
+        return F.scaled_dot_product_attention(q[:, :, None], keys[i], values[i], scale=scale, enable_gqa=True)
+
+    x, angle = torch.randn(sequences, D), torch.randn(sequences, HEAD_DIM // 2)
+    sides = [lambda ops=ops: run_model(ops, layers, head, x, angle.cos(), angle.sin()) for ops in (ours_with(paged), torch_with(dense))]
+    size = sum(m.weight.numel() for w in layers for m in (*w.qkv, w.out, w.gate, w.up, w.down)) + head.weight.numel()
+    report.line("model, decode", sequences, *sides, 2 * size * sequences, 4 * size)
+
+
+def bench_forward(report: Report, layers: list[Layer], head: Matrix, tokens: int) -> None:
+    """The packed forward of training: weights are not packed beforehand."""
+    lengths, scale = [tokens // 4] * 4, HEAD_DIM**-0.5
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+
+    def dense(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.view(4, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+
+    x, angle = torch.randn(tokens, D), torch.randn(tokens, HEAD_DIM // 2)
+    attends = (ours_with(lambda _, q, k, v: packed_attention(q, k, v, starts, scale)), torch_with(dense))
+    sides = [lambda ops=ops: run_model(ops, layers, head, x, angle.cos(), angle.sin()) for ops in attends]
+    size = sum(m.weight.numel() for w in layers for m in (*w.qkv, w.out, w.gate, w.up, w.down))
+    report.line("model, packed forward", tokens, *sides, 2 * (size * tokens + 64 * head.weight.numel()), 4 * size)
+
+
+def bench_model(report: Report) -> None:
+    layers, head = make_model(packed=True)
+    for sequences in (1, 8, 32):
+        bench_decode(report, layers, head, sequences)
+    bench_forward(report, *make_model(packed=False), 512)
+
+
+def bench_ops(report: Report) -> None:
+    sizes = [1, 8, 32, 512]
+    for name, outputs, inputs in (("q, o", D, D), ("k, v", KV_HEADS * HEAD_DIM, D), ("gate, up", FFN, D), ("down", D, FFN)):
+        bench_linear(report, f"{name} {outputs}x{inputs}", outputs, inputs, sizes)
+    bench_linear(report, f"head {VOCAB}x{D}", VOCAB, D, sizes[:3])
+    for rows in sizes:
+        bench_rowwise(report, rows)
+    for rows in sizes[:3]:
+        bench_decode_attention(report, rows)
+    for tokens in (128, 512):
+        bench_prefill_attention(report, tokens)
+    for rows in sizes[:3]:
+        bench_sample(report, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.5, help="time given to each pair (default 0.5)")
+    parser.add_argument("--only", choices=("ops", "model"), help="half of it")
+    args = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        report = Report(args.seconds)
+        if args.only != "model":
+            bench_ops(report)
+        if args.only != "ops":
+            bench_model(report)
+
+
+if __name__ == "__main__":
+    main()
