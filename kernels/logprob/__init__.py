@@ -15,7 +15,7 @@ from kernels.linear import PackedWeight
 from kernels.linear import forward as linear_forward
 from kernels.logprob import ref
 
-CHUNK_LOGITS = 1 << 24  # logits held at a time: 64 MiB
+CHUNK_LOGITS = 1 << 23  # logits held at a time: 32 MiB, and as much again for their gradient
 
 
 def logprob(
@@ -102,6 +102,7 @@ def _forward(hidden_MD, weight_VD, targets_M, sampling, packed):
     for c in _chunks(len(hidden_MD), len(weight_VD)):
         logits = linear_forward(hidden_MD[c], weight_VD, None, packed)
         _, logp_M[c], entropy_M[c] = rows(logits, *(x[c] for x in sampling), targets_M=targets_M[c])
+        del logits  # before the next ones are made
     return logp_M, entropy_M
 
 
@@ -124,9 +125,11 @@ class _LogProb(torch.autograd.Function):
             z = linear_forward(hidden_MD[c], weight_VD, None, None)
             rows(z, temperature_M[c], *(x[c] for x in truncation), targets_M=targets_M[c], z_MV=z)
             grad_z = torch.softmax(z, dim=1).mul_(-slope_M[c, None])
+            del z
             grad_z.scatter_add_(1, targets_M[c, None], slope_M[c, None])
             if need_hidden:
                 torch.mm(grad_z, weight_VD, out=grad_hidden_MD[c])
             if need_weight:
                 grad_weight_VD.addmm_(grad_z.t(), hidden_MD[c])
+            del grad_z
         return grad_hidden_MD, grad_weight_VD, None, None, None, None, None

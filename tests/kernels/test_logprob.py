@@ -1,5 +1,10 @@
 """kernels.logprob: float64 reference with every truncation, gradients, invariance. Run: pytest tests/kernels/test_logprob.py"""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +14,7 @@ import kernels.logprob as module
 from kernels.linear import pack
 from kernels.logprob import logprob, rows
 
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.9, 0), (0.8, 1.0, 5), (1.0, 0.8, 20), (0.5, 0.3, 1), (1.0, 1e-6, 0), (0.0, 0.5, 3)]
 
 
@@ -93,3 +99,34 @@ def test_bad_rows_are_refused(impl):
     if impl == "cpp":
         with pytest.raises(AssertionError, match="row 2: target outside"):
             logprob(torch.randn(3, 8), weight, torch.tensor([0, 19, 20]), *settings(3, 1.0, 1.0, 0))
+
+
+PEAK = """
+from pathlib import Path
+import torch
+from kernels.logprob import logprob
+
+def resident(field):
+    return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)).split()[1]) * 1024
+
+def step(tokens, vocab):
+    hidden, weight = torch.randn(tokens, 64, requires_grad=True), torch.randn(vocab, 64, requires_grad=True)
+    hidden.grad, weight.grad = torch.ones_like(hidden), torch.ones_like(weight)  # memory of the results is not counted
+    ones, off = torch.ones(tokens), torch.zeros(tokens, dtype=torch.int64)
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    logprob(hidden, weight, off, ones, ones, off)[0].sum().backward()
+    return resident("VmHWM") - before
+
+torch.set_num_threads(1)
+step(16, 100)
+print(step(2048, 49152))
+"""
+
+
+def test_peak_memory_is_a_quarter_of_the_logits():
+    """Forward and backward of 2,048 tokens over a vocabulary of 49,152, whose float32 logits would take 403 MB."""
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # so that the process holds what is alive, and nothing that was freed
+    run = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, cwd=ROOT, timeout=120, env=env)
+    assert run.returncode == 0, run.stderr
+    assert 0 < int(run.stdout) < 0.25 * 2048 * 49152 * 4, f"{int(run.stdout) / 2**20:.0f} MiB"
