@@ -79,8 +79,10 @@ def _rows(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
     return Tile(max(1, 2048 // block_n), block_n, 1, 4 if block_n <= 2048 else 8, 1)
 
 
-def _flat(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
-    return Tile(1, 1024, 1, 4, 1)
+def _elements(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
+    """Ops without sums: 2048 elements a program, 16 a thread."""
+    block_n = min(power_of_two(n), 1024)
+    return Tile(2048 // block_n, block_n, 1, 4, 1)
 
 
 def _gather(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
@@ -101,8 +103,8 @@ def _vocabulary(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
 _TABLE = {
     "linear": _linear,
     "rmsnorm": _rows,
-    "rope": _rows,
-    "swiglu": _flat,
+    "rope": _elements,
+    "swiglu": _elements,
     "embedding": _gather,
     "attention": _attention,
     "write_kv": _rows,

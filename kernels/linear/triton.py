@@ -98,9 +98,9 @@ def _empty(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
 
 
 def specs(dtype: torch.dtype, arch: str) -> list[Spec]:
-    """A layer of a small model, the same with a bias, the vocabulary, and sizes that divide nothing."""
+    """A layer of a large model, the vocabulary of a small one, and sizes that divide nothing, with a bias."""
     variants = []
-    for num_out, num_in, bias in ((4096, 4096, False), (1536, 896, True), (151936, 896, False), (33, 100, True)):
+    for num_out, num_in, bias in ((4096, 4096, False), (151936, 896, False), (33, 100, True)):
         t = tile("linear", dtype, num_in, num_out, arch)
         constants = _constants(num_out, num_in, bias, t)
         pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr"), "*" + DTYPES[dtype])

@@ -72,9 +72,9 @@ def _like(x_TNH: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor, backw
 
 
 def specs(dtype: torch.dtype, arch: str) -> list[Spec]:
-    """Queries and keys of a model with heads of 128; both directions; a width that is padded."""
+    """Heads of 128, and a width that is padded, backwards."""
     variants = []
-    for num_heads, head_dim, backwards in ((32, 128, False), (8, 128, True), (9, 64, False), (3, 80, False), (5, 256, True)):
+    for num_heads, head_dim, backwards in ((32, 128, False), (3, 80, True)):
         t = tile("rope", dtype, 1, head_dim // 2, arch)
         constants = _constants(num_heads, head_dim // 2, backwards, t)
         x, angle = "*" + DTYPES[dtype], "*fp32"

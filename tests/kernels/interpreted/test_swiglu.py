@@ -9,7 +9,7 @@ from kernels.swiglu.triton import swiglu
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (4, 3, 5), (33, 96), (2, 1024), (1025,)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (4, 3, 5), (33, 96), (2, 1024), (3, 1025), (1025,)])
 def test_matches_float64(dtype, shape):
     gate, up = (torch.randn(shape) * 4).to(dtype), torch.randn(shape).to(dtype)
     expected = gate.double() / (1 + torch.exp(-gate.double())) * up.double()
