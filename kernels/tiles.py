@@ -126,10 +126,15 @@ def arch_of(x: torch.Tensor) -> str:
 @cache
 def _arch(device: int) -> str:
     if torch.version.hip:
-        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    exact = f"sm_{major}{minor}"
-    return exact if exact in ARCHES else f"sm_{major}0"  # sm_86 and sm_89 run the tiles of sm_80
+        name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        arch = name if name in ARCHES else None
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        # 8.6 and 8.9 have the matrix instruction of 8.0, and so has 12.0; all have the 99 KiB of shared memory that its tiles keep to.
+        name, arch = f"sm_{major}{minor}", {8: "sm_80", 9: "sm_90", 10: "sm_100", 12: "sm_80"}.get(major)
+    if arch is None:
+        raise ValueError(f"the Triton kernels have no tiles for {name}; supported: {', '.join(ARCHES)} and their kin")
+    return arch
 
 
 def require(op: str, ok: bool, supported: str, *tensors: torch.Tensor | None) -> None:
