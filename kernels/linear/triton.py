@@ -66,9 +66,9 @@ def _constants(num_out: int, num_in: int, bias: bool, t: Tile) -> dict[str, Any]
 
 
 @torch.library.custom_op("miles_spmd::linear", mutates_args=())
-def linear(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """[M, K], [N, K], [N] or None -> [M, N] in the dtype of x, summed in float32."""
-    y_MN = _empty(x_MK, weight_NK, bias_N)
+def linear(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, wide: bool = False) -> torch.Tensor:
+    """[M, K], [N, K], [N] or None -> [M, N] in the dtype of x, summed in float32. `wide`: the float32 sums themselves."""
+    y_MN = _empty(x_MK, weight_NK, bias_N, wide)
     check("linear", x_MK, weight_NK, bias_N)
     (num_rows, num_out), num_in = y_MN.shape, x_MK.shape[1]
     t = tile("linear", x_MK.dtype, num_in, num_out, arch_of(x_MK))
@@ -88,23 +88,25 @@ def linear(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
 
 
 @linear.register_fake
-def _empty(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+def _empty(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, wide: bool = False) -> torch.Tensor:
     present = [x for x in (x_MK, weight_NK, bias_N) if x is not None]
     fits = x_MK.ndim == weight_NK.ndim == 2 and x_MK.shape[1] == weight_NK.shape[1] and min(weight_NK.shape) > 0
     fits = fits and (bias_N is None or bias_N.shape == weight_NK.shape[:1])
     same = x_MK.dtype in DTYPES and all(x.dtype is x_MK.dtype for x in present)
     require("linear", fits and same, SUPPORTED, *present)
-    return x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
+    return x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0], dtype=torch.float32 if wide else x_MK.dtype)
 
 
 def specs(dtype: torch.dtype, arch: str) -> list[Spec]:
-    """A layer of a large model, the vocabulary of a small one, and sizes that divide nothing, with a bias."""
+    """A layer of a large model, the vocabulary of a small one with float32 logits, and sizes that divide nothing, with a bias."""
     variants = []
-    for num_out, num_in, bias in ((4096, 4096, False), (151936, 896, False), (33, 100, True)):
+    for num_out, num_in, bias, wide in ((4096, 4096, False, False), (151936, 896, False, True), (33, 100, True, False)):
         t = tile("linear", dtype, num_in, num_out, arch)
         constants = _constants(num_out, num_in, bias, t)
         pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr"), "*" + DTYPES[dtype])
+        if wide:
+            pointers["y_ptr"] = "*fp32"
         signature = {**pointers, "M": "i32", **dict.fromkeys(constants, "constexpr")}
-        label = f"[M, {num_in}] x [{num_out}, {num_in}]" + " + bias" * bias
+        label = f"[M, {num_in}] x [{num_out}, {num_in}]" + " + bias" * bias + " -> float32" * wide
         variants.append(Spec(label, _linear, signature, constants, t.warps, t.stages, dtype, dot=True))
     return variants

@@ -53,6 +53,14 @@ def test_neighbours_that_are_not_numbers_stay_out(dtype):
     assert_same_bits(linear(x, padded)[others], clean[others])
 
 
+def test_wide_results_are_the_sums_before_rounding():
+    x, weight, bias = torch.randn(5, 40).bfloat16(), torch.randn(6, 40).bfloat16(), torch.randn(6).bfloat16()
+    wide = linear(x, weight, bias, True)
+    assert wide.dtype is torch.float32
+    assert_near(wide, torch.nn.functional.linear(x.double(), weight.double(), bias.double()), 1e-4)
+    assert_same_bits(wide.bfloat16(), linear(x, weight, bias))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_rows(dtype):
     assert linear(torch.empty(0, 8, dtype=dtype), torch.randn(3, 8).to(dtype)).shape == (0, 3)
@@ -72,6 +80,13 @@ def test_what_is_not_supported_is_named():
         linear(torch.randn(8, 4).t(), weight)
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         linear(torch.randn(33)[1:].view(4, 8), weight)
+
+
+def test_torch_compile_keeps_the_op():
+    """One graph, with nothing of the op taken apart: compiled code calls the same kernel."""
+    x, weight = torch.randn(5, 8), torch.randn(3, 8)
+    compiled = torch.compile(lambda x, weight: linear(x, weight) + 1, backend="aot_eager", fullgraph=True)
+    assert_same_bits(compiled(x, weight), linear(x, weight) + 1)
 
 
 def test_shapes_are_known_without_running():
