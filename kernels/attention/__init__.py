@@ -15,6 +15,7 @@ import torch
 from kernels.attention import ref
 from kernels.attention.packed import packed_attention
 from kernels.cpu.loader import load
+from kernels.dispatch import dense, on_triton
 
 PAGE = ref.PAGE
 
@@ -22,20 +23,31 @@ __all__ = ["PAGE", "KVCache", "allocate_cache", "packed_attention", "paged_atten
 
 
 class KVCache(NamedTuple):
-    """float32 pages: k [L, pages, K, H, PAGE] (keys transposed, so that scores stream along keys), v [L, pages, K, PAGE, H]."""
+    """Pages: k [L, pages, K, H, PAGE] (keys transposed, so that scores stream along keys), v [L, pages, K, PAGE, H]."""
 
     k: torch.Tensor
     v: torch.Tensor
 
 
-def allocate_cache(num_layers: int, num_pages: int, num_kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> KVCache:
+def allocate_cache(
+    num_layers: int,
+    num_pages: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> KVCache:
     """Zeroed pages for all layers."""
-    shape = (num_layers, num_pages, num_kv_heads)
-    return KVCache(torch.zeros(*shape, head_dim, PAGE, device=device), torch.zeros(*shape, PAGE, head_dim, device=device))
+    shape, where = (num_layers, num_pages, num_kv_heads), {"device": device, "dtype": dtype}
+    return KVCache(torch.zeros(*shape, head_dim, PAGE, **where), torch.zeros(*shape, PAGE, head_dim, **where))
 
 
 def write_kv(k_TKH: torch.Tensor, v_TKH: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor, slots_T: torch.Tensor) -> None:
     """Store T keys and values in one layer's pages (cache_k [pages, K, H, PAGE]) at `slots_T` int64 = page * PAGE + offset. No autograd."""
+    if on_triton(k_TKH):
+        from kernels.attention.triton import write_kv as triton_write_kv
+
+        return triton_write_kv(dense(k_TKH), dense(v_TKH), cache_k, cache_v, dense(slots_T))
     lib = load()
     if lib is None:
         return ref.write_kv(k_TKH, v_TKH, cache_k, cache_v, slots_T)
@@ -73,6 +85,10 @@ def paged_attention(
     position, cu_seqlens_q [S + 1] and context_lens [S] are int32; scores are multiplied by `scale`. Slots past the context are never
     read into a result. No autograd.
     """
+    if on_triton(q_TNH):
+        from kernels.attention.triton import paged_attention as triton_attention
+
+        return triton_attention(dense(q_TNH), cache_k, cache_v, block_table_SB, cu_seqlens_q_S1, context_lens_S, scale)[0]
     lib = load()
     if lib is None:
         return ref.paged_attention(q_TNH, cache_k, cache_v, block_table_SB, cu_seqlens_q_S1, context_lens_S, scale)[0]

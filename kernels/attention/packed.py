@@ -14,6 +14,7 @@ import torch
 
 from kernels.attention import ref
 from kernels.cpu.loader import load
+from kernels.dispatch import dense, on_triton
 
 CHUNK = 128  # queries of one step of the backward: keys after the last of them are skipped
 CHUNK_SCORES = 1 << 21  # and at most this many scores (8 MiB): more sequences at once than fit in the caches gain nothing
@@ -32,11 +33,15 @@ def _forward(q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale):
     num_tokens, num_heads, head_dim = q_TNH.shape
     num_kv_heads = k_TKH.shape[1]
     assert k_TKH.shape == v_TKH.shape == (num_tokens, num_kv_heads, head_dim), (q_TNH.shape, k_TKH.shape, v_TKH.shape)
+    if on_triton(q_TNH):
+        from kernels.attention import triton as kernels
+
+        return _forward_paged(kernels.write_kv, kernels.paged_attention, q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale)
     assert head_dim % 8 == 0 == num_heads % num_kv_heads, (q_TNH.shape, k_TKH.shape)
     assert q_TNH.dtype is torch.float32 is k_TKH.dtype is v_TKH.dtype and cu_seqlens_S1.dtype is torch.int32
     lib = load()
     if lib is None:
-        return _forward_torch(q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale)
+        return _forward_paged(ref.write_kv, ref.paged_attention, q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale)
     q_TNH, k_TKH, v_TKH, cu_seqlens_S1 = (x.contiguous() for x in (q_TNH, k_TKH, v_TKH, cu_seqlens_S1))
     out_TNH, lse_TN = torch.empty_like(q_TNH), torch.empty(num_tokens, num_heads)
     bad = lib.packed_attention(
@@ -58,19 +63,21 @@ def _forward(q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale):
     return out_TNH, lse_TN
 
 
-def _forward_torch(q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale):
-    lengths = cu_seqlens_S1.diff().tolist()
-    blocks = [-(-length // ref.PAGE) for length in lengths]
-    table_SB, slots, first = torch.zeros(len(lengths), max(blocks, default=0), dtype=torch.int32), [], 0
-    for s, (length, count) in enumerate(zip(lengths, blocks, strict=True)):
-        table_SB[s, :count] = torch.arange(first, first + count)
-        slots.append(first * ref.PAGE + torch.arange(length))
-        first += count
+def _forward_paged(write_kv, paged_attention, q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale):
+    """By the routines of decode, over temporary pages, one sequence after another."""
+    lengths_S = cu_seqlens_S1.diff()
+    blocks_S = -(-lengths_S // ref.PAGE).long()
+    first_S, num_pages = blocks_S.cumsum(0) - blocks_S, int(blocks_S.sum())
+    sequence_T = torch.repeat_interleave(torch.arange(len(lengths_S), device=q_TNH.device), lengths_S)
+    slots_T = first_S[sequence_T] * ref.PAGE + torch.arange(len(q_TNH), device=q_TNH.device) - cu_seqlens_S1[sequence_T]
+    num_blocks = int(blocks_S.max()) if len(blocks_S) else 0
+    table_SB = first_S[:, None] + torch.arange(num_blocks, device=q_TNH.device)
     num_kv_heads, head_dim = k_TKH.shape[1:]
-    cache_k = q_TNH.new_zeros(first, num_kv_heads, head_dim, ref.PAGE)
-    cache_v = q_TNH.new_zeros(first, num_kv_heads, ref.PAGE, head_dim)
-    ref.write_kv(k_TKH, v_TKH, cache_k, cache_v, torch.cat(slots))
-    return ref.paged_attention(q_TNH, cache_k, cache_v, table_SB, cu_seqlens_S1, cu_seqlens_S1.diff(), scale)
+    cache_k = q_TNH.new_zeros(num_pages, num_kv_heads, head_dim, ref.PAGE)
+    cache_v = q_TNH.new_zeros(num_pages, num_kv_heads, ref.PAGE, head_dim)
+    write_kv(dense(k_TKH), dense(v_TKH), cache_k, cache_v, slots_T)
+    table_SB = table_SB.clamp(max=max(0, num_pages - 1)).int()  # columns past a sequence's own pages are not read
+    return paged_attention(dense(q_TNH), cache_k, cache_v, table_SB, cu_seqlens_S1, lengths_S, scale)
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -83,7 +90,8 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_TNH):
-        q_TNH, k_TKH, v_TKH, out_TNH, lse_TN = ctx.saved_tensors
+        dtype = grad_TNH.dtype
+        q_TNH, k_TKH, v_TKH, out_TNH, lse_TN, grad_TNH = (x.float() for x in (*ctx.saved_tensors, grad_TNH))
         num_heads, num_kv_heads = q_TNH.shape[1], k_TKH.shape[1]
         delta_TN = (grad_TNH * out_TNH).sum(-1)
         grad_q, grad_k, grad_v = torch.zeros_like(q_TNH), torch.zeros_like(k_TKH), torch.zeros_like(v_TKH)
@@ -99,7 +107,7 @@ class _PackedAttention(torch.autograd.Function):
             grad_q.index_add_(0, rows_SQ.flatten(), _by_token(chunk_q, rows_SQ.shape, num_kv_heads))
             grad_k.index_add_(0, keys_SJ.flatten(), _by_token(chunk_k, keys_SJ.shape, num_kv_heads))
             grad_v.index_add_(0, keys_SJ.flatten(), _by_token(chunk_v, keys_SJ.shape, num_kv_heads))
-        return grad_q, grad_k, grad_v, None, None
+        return *(x.to(dtype) for x in (grad_q, grad_k, grad_v)), None, None
 
 
 def _chunks(cu_seqlens_S1: torch.Tensor, num_heads: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

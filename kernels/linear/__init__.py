@@ -1,7 +1,8 @@
 """Linear layer whose every output is the same bits whatever the batch.
 
-C++: each output is one chain of fused multiply-adds over k in order, restarted every 192 terms, the partial sums added in order, and
-owned by one thread. How many rows and columns share a tile decides the speed only. Forward invariant; backward is plain torch.
+On a GPU one Triton kernel with fixed tiles (`triton.py`). C++: each output is one chain of fused multiply-adds over k in order, restarted
+every 192 terms, the partial sums added in order, and owned by one thread. How many rows and columns share a tile decides the speed only.
+Forward invariant; backward is plain torch.
 
 Legend: M rows, K inputs, N outputs.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.cpu.loader import load
+from kernels.dispatch import dense, on_triton
 from kernels.linear import ref
 
 PANEL = 16  # output columns of one packed panel
@@ -20,7 +22,7 @@ PANEL = 16  # output columns of one packed panel
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight in the order the kernel reads it: float32 [ceil(N / 16), K, 16], or None where there is no C++ kernel.
+    """A weight in the order the C++ kernel reads it: float32 [ceil(N / 16), K, 16], or None where another one reads it as it is.
 
     Valid until the weight changes. Changes that torch counts in `_version` are caught; writes through `.data` or numpy are not.
     """
@@ -37,7 +39,7 @@ class PackedWeight:
 
 def pack(weight_NK: torch.Tensor, into: PackedWeight | None = None) -> PackedWeight:
     """Pack a float32 [N, K] weight once for many calls; in the memory of `into`, an outdated pack of the same shape, if given."""
-    lib, panels = load(), None
+    lib, panels = None if on_triton(weight_NK) else load(), None
     if lib is not None:
         weight = _checked(weight_NK.detach())
         num_out, num_in = weight.shape
@@ -49,21 +51,30 @@ def pack(weight_NK: torch.Tensor, into: PackedWeight | None = None) -> PackedWei
 
 
 def linear(
-    x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, packed: PackedWeight | None = None
+    x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, packed: PackedWeight | None = None, wide: bool = False
 ) -> torch.Tensor:
-    """float32 [..., K], [N, K], [N] -> [..., N]. Without `packed` the weight is packed on the way, block by block."""
+    """[..., K], [N, K], [N] -> [..., N], all of one dtype: float32, or bfloat16 on a GPU. Without `packed` C++ packs the weight on the way.
+
+    `wide`: float32 sums as they are, not rounded to the dtype (for logits).
+    """
     if packed is not None:
         packed.check(weight_NK)
     if torch.is_grad_enabled() and (x_MK.requires_grad or weight_NK.requires_grad or (bias_N is not None and bias_N.requires_grad)):
-        return _Linear.apply(x_MK, weight_NK, bias_N, packed)
-    return forward(x_MK, weight_NK, bias_N, packed)
+        return _Linear.apply(x_MK, weight_NK, bias_N, packed, wide)
+    return forward(x_MK, weight_NK, bias_N, packed, wide)
 
 
-def forward(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, packed: PackedWeight | None) -> torch.Tensor:
+def forward(
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, packed: PackedWeight | None, wide: bool = False
+) -> torch.Tensor:
     """`linear` without autograd."""
     num_out, num_in = weight_NK.shape
     *leading, width = x.shape
     assert width == num_in, (x.shape, weight_NK.shape)
+    if on_triton(x):
+        from kernels.linear.triton import linear as triton_linear
+
+        return triton_linear(dense(x.reshape(-1, num_in)), weight_NK, bias_N, wide).view(*leading, num_out)
     lib = load()
     if lib is None:
         return ref.linear(x.reshape(-1, num_in), weight_NK, bias_N).view(*leading, num_out)
@@ -93,18 +104,20 @@ def _checked(x: torch.Tensor) -> torch.Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight_NK, bias_N, packed):
+    def forward(ctx, x, weight_NK, bias_N, packed, wide):
         ctx.save_for_backward(x, weight_NK)
-        return forward(x, weight_NK, bias_N, packed)
+        return forward(x, weight_NK, bias_N, packed, wide)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight_NK = ctx.saved_tensors
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        grad = grad.to(x.dtype)
         grad_MN = grad.reshape(-1, grad.shape[-1])
         return (
             grad @ weight_NK if need_x else None,
             grad_MN.t() @ x.reshape(-1, x.shape[-1]) if need_weight else None,
             grad_MN.sum(0) if need_bias else None,
+            None,
             None,
         )

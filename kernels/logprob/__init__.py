@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.loader import load
+from kernels.dispatch import dense, on_triton
 from kernels.linear import PackedWeight
 from kernels.linear import forward as linear_forward
 from kernels.logprob import ref
@@ -29,8 +30,9 @@ def logprob(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 (log-prob of the target [M], entropy in nats [M]) of softmax(hidden W^T / temperature) after top-k, then top-p.
 
-    targets and top_k are int64, temperature and top_p float32. top_k 0 and top_p 1 mean off; temperature 0 (greedy) gives the log-prob at
-    temperature 1 without truncation. The target always belongs to the kept set. Differentiable in hidden and weight; entropy is not.
+    hidden and weight are float32, or bfloat16 on a GPU, where the logits are float32 all the same; targets and top_k are int64, temperature
+    and top_p float32. top_k 0 and top_p 1 mean off; temperature 0 (greedy) gives the log-prob at temperature 1 without truncation. The
+    target always belongs to the kept set. Differentiable in hidden and weight; entropy is not.
     """
     if packed is not None:
         packed.check(weight_VD)
@@ -54,13 +56,20 @@ def rows(
     `z_MV` (it may be `logits_MV`) receives the scaled logits with -inf outside the kept set. No autograd.
     """
     num_rows, vocab = logits_MV.shape
-    lib = load()
-    if lib is None:
-        return _rows_torch(logits_MV, temperature_M, top_p_M, top_k_M, targets_M, uniform_M, z_MV)
     assert (targets_M is None) != (uniform_M is None), "either targets or noise"
     expected = ((logits_MV, torch.float32), (temperature_M, torch.float32), (top_p_M, torch.float32), (top_k_M, torch.int64))
     for x, dtype in (*expected, (targets_M, torch.int64), (uniform_M, torch.float64)):
         assert x is None or (x.dtype is dtype and len(x) == num_rows and x.is_contiguous()), (x.dtype, dtype, x.shape, logits_MV.shape)
+    if on_triton(logits_MV):
+        from kernels.logprob.triton import token_rows
+
+        vectors = (None if x is None else dense(x) for x in (temperature_M, top_p_M, top_k_M, targets_M, uniform_M))
+        token_M, logp_M, entropy_M, *z = token_rows(dense(logits_MV), *vectors, z_MV is not None)
+        if z_MV is not None:
+            z_MV.copy_(z[0])
+        return token_M, logp_M, entropy_M
+    if (lib := load()) is None:
+        return _rows_torch(logits_MV, temperature_M, top_p_M, top_k_M, targets_M, uniform_M, z_MV)
     token_M = targets_M if targets_M is not None else torch.empty(num_rows, dtype=torch.int64)
     logp_M, entropy_M = torch.empty(num_rows), torch.empty(num_rows)
     bad = lib.token_rows(
@@ -98,9 +107,9 @@ def _chunks(num_rows: int, vocab: int) -> list[slice]:
 
 
 def _forward(hidden_MD, weight_VD, targets_M, sampling, packed):
-    logp_M, entropy_M = hidden_MD.new_empty(len(hidden_MD)), hidden_MD.new_empty(len(hidden_MD))
+    logp_M, entropy_M = hidden_MD.new_empty(2, len(hidden_MD), dtype=torch.float32)
     for c in _chunks(len(hidden_MD), len(weight_VD)):
-        logits = linear_forward(hidden_MD[c], weight_VD, None, packed)
+        logits = linear_forward(hidden_MD[c], weight_VD, None, packed, wide=True)
         _, logp_M[c], entropy_M[c] = rows(logits, *(x[c] for x in sampling), targets_M=targets_M[c])
         del logits  # before the next ones are made
     return logp_M, entropy_M
@@ -122,11 +131,11 @@ class _LogProb(torch.autograd.Function):
         grad_weight_VD = torch.zeros_like(weight_VD) if need_weight else None
         slope_M = grad_logp_M / torch.where(temperature_M == 0, 1.0, temperature_M)
         for c in _chunks(len(hidden_MD), len(weight_VD)):
-            z = linear_forward(hidden_MD[c], weight_VD, None, None)
+            z = linear_forward(hidden_MD[c], weight_VD, None, None, wide=True)
             rows(z, temperature_M[c], *(x[c] for x in truncation), targets_M=targets_M[c], z_MV=z)
             grad_z = torch.softmax(z, dim=1).mul_(-slope_M[c, None])
             del z
-            grad_z.scatter_add_(1, targets_M[c, None], slope_M[c, None])
+            grad_z = grad_z.scatter_add_(1, targets_M[c, None], slope_M[c, None]).to(weight_VD.dtype)
             if need_hidden:
                 torch.mm(grad_z, weight_VD, out=grad_hidden_MD[c])
             if need_weight:

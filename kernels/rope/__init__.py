@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.loader import load
+from kernels.dispatch import dense, on_triton
 from kernels.rope import ref
 
 
 def rope(x_TNH: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor) -> torch.Tensor:
-    """float32 [T, N, H], cos and sin [T, H / 2] (no gradient) -> [T, N, H]."""
+    """[T, N, H] float32 (or bfloat16 on a GPU), cos and sin float32 [T, H / 2] (no gradient) -> [T, N, H]."""
     if torch.is_grad_enabled() and x_TNH.requires_grad:
         return _Rope.apply(x_TNH, cos_TJ, sin_TJ)
     return _rotate(x_TNH, cos_TJ, sin_TJ, False)
@@ -18,6 +19,10 @@ def rope(x_TNH: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor) -> tor
 def _rotate(x_TNH: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor, backwards: bool) -> torch.Tensor:
     num_tokens, num_heads, head_dim = x_TNH.shape
     assert cos_TJ.shape == sin_TJ.shape == (num_tokens, head_dim // 2), (x_TNH.shape, cos_TJ.shape, sin_TJ.shape)
+    if on_triton(x_TNH):
+        from kernels.rope.triton import rope as triton_rope
+
+        return triton_rope(dense(x_TNH), dense(cos_TJ), dense(sin_TJ), backwards)
     assert x_TNH.dtype is torch.float32 is cos_TJ.dtype is sin_TJ.dtype, (x_TNH.dtype, cos_TJ.dtype, sin_TJ.dtype)
     lib = load()
     if lib is None:

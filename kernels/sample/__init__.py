@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.loader import load
+from kernels.dispatch import dense, on_triton
 from kernels.logprob import rows
 from kernels.sample import ref
 
@@ -18,6 +19,10 @@ def uniform(seed: int, group_M: torch.Tensor, sample_M: torch.Tensor, position_M
     int64 [M] each; sample and position below 2^32.
     """
     assert 0 <= seed < 1 << 64, seed
+    if on_triton(group_M):
+        from kernels.sample.triton import uniform as triton_uniform
+
+        return triton_uniform(seed, *(dense(x) for x in (group_M, sample_M, position_M)))
     lib = load()
     if lib is None:
         return ref.uniform(seed, group_M, sample_M, position_M)

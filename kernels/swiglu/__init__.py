@@ -5,17 +5,22 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.loader import load
+from kernels.dispatch import dense, on_triton
 from kernels.swiglu import ref
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """float32, two tensors of one shape -> the same shape. Backward is plain torch."""
+    """Two tensors of one shape, float32 (or bfloat16 on a GPU) -> the same shape. Backward is plain torch, in float32."""
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _SwiGLU.apply(gate, up)
     return _forward(gate, up)
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if on_triton(gate):
+        from kernels.swiglu.triton import swiglu as triton_swiglu
+
+        return triton_swiglu(dense(gate), dense(up))
     assert gate.shape == up.shape and gate.dtype is torch.float32 is up.dtype, (gate.shape, gate.dtype, up.shape, up.dtype)
     lib = load()
     if lib is None:
@@ -34,7 +39,8 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        gate, up = ctx.saved_tensors
+        dtype = grad.dtype
+        gate, up, grad = (t.float() for t in (*ctx.saved_tensors, grad))
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
-        return grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu
+        return (grad * up * (sigmoid + silu * (1 - sigmoid))).to(dtype), (grad * silu).to(dtype)

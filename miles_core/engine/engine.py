@@ -54,7 +54,8 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         config = model.config
         self.model, self.tokenizer, self.seed = model, tokenizer, seed
-        self.device = model.embed_tokens.weight.device
+        weight = model.embed_tokens.weight
+        self.device = weight.device
         self.scale = config.head_dim**-0.5
         self.max_context = config.max_position
         self.counters = Counters()
@@ -62,7 +63,7 @@ class Engine:
         self.table = Table(max_sequences, min(self.max_context, num_pages * PAGE + 1))
         self.pool = PagePool(num_pages)
         self.scheduler = Scheduler(self.table, self.pool, max_batch_tokens, self.counters, version)
-        self.cache = allocate_cache(config.num_layers, num_pages, config.num_kv_heads, config.head_dim, self.device)
+        self.cache = allocate_cache(config.num_layers, num_pages, config.num_kv_heads, config.head_dim, self.device, weight.dtype)
         self._added = 0
         model.pack_weights()
 

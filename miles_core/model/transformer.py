@@ -153,7 +153,7 @@ class Transformer(nn.Module):
         targets_M: torch.Tensor | None = None,
         sampling: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """tokens and positions int64 [T], rows int64 [M] -> logits [M, V]; with targets int64 [M] -> (log-prob [M], entropy [M]).
+        """tokens and positions int64 [T], rows int64 [M] -> logits float32 [M, V]; with targets int64 [M] -> (log-prob [M], entropy [M]).
 
         `sampling` = (temperature [M], top_p [M], top_k [M]) of the distribution that the targets were sampled from. One entry point, so
         that hooks on the root (FSDP gathers parameters in them) cover embedding, norm and head.
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
                 x_TD = block(x_TD, cos_TJ, sin_TJ, attend)
         hidden_MD = self.norm(x_TD[rows_M])
         if targets_M is None:
-            return linear(hidden_MD, self.head.weight, None, self.head.usable_pack())
+            return linear(hidden_MD, self.head.weight, None, self.head.usable_pack(), wide=True)
         return logprob(hidden_MD, self.head.weight, targets_M, *sampling, self.head.usable_pack())
 
     def rope_at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

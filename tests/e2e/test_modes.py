@@ -24,6 +24,7 @@ WORLDS = {  # ranks, flags
     "one-cramped": (0, ("--kv-tokens", 128, "--max-sequences", 3, "--prefill-tokens", 7)),  # preemption, chunks of a prompt
     "1-rollout-1-train": (2, ("--rollout-ranks-per-node", 1)),
     "2-rollout-1-train": (3, ("--rollout-ranks-per-node", 2)),
+    "4-rollout-1-train": (5, ("--rollout-ranks-per-node", 4)),
     "1-rollout-2-train": (3, ("--rollout-ranks-per-node", 1)),
     "2-colocated": (2, ("--rollout-ranks-per-node", 0)),
     "2-colocated-zero-3": (2, ("--rollout-ranks-per-node", 0, "--reshard-after-forward")),
@@ -68,7 +69,7 @@ def test_synchronous_run_is_on_policy(sync_runs: dict, world: str) -> None:
         assert consumed_groups(step, 4) == list(range(4 * number, 4 * number + 4)), step
 
 
-@pytest.mark.parametrize("world", ["one-cramped", "1-rollout-1-train", "2-rollout-1-train"])
+@pytest.mark.parametrize("world", ["one-cramped", "1-rollout-1-train", "2-rollout-1-train", "4-rollout-1-train"])
 def test_how_it_is_rolled_out_changes_no_bit(sync_runs: dict, world: str) -> None:
     def figures(step: dict) -> dict:
         return {name: value for name, value in step.items() if name.startswith(("train/", "rollout/")) and "hit_rate" not in name}

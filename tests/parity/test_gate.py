@@ -134,7 +134,7 @@ def test_report_counts_and_off_does_not_look(model: Transformer) -> None:
 
 
 def torch_linear(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transformer, "linear", lambda x, weight, bias=None, packed=None: F.linear(x, weight, bias))
+    patch.setattr(transformer, "linear", lambda x, weight, bias=None, packed=None, wide=False: F.linear(x, weight, bias))
 
 
 def torch_silu(patch: pytest.MonkeyPatch) -> None:
