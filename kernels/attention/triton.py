@@ -86,8 +86,8 @@ def attention_kernel(
         h, key = tl.arange(0, W), tl.arange(0, PAGE)
         q = tl.load(q_ptr + output[:, None] * H + h[None, :], mask=(real & fits)[:, None] & (h < H)[None, :], other=0.0)
         top = tl.full([BLOCK_R], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK_R], tl.float32)
-        out = tl.zeros([BLOCK_R, W], tl.float32)
+        total = tl.full([BLOCK_R], 0.0, tl.float32)
+        out = tl.full([BLOCK_R, W], 0.0, tl.float32)
         for block in range(0, tl.where(fits, last // PAGE + 1, 0)):
             page = tl.load(table_ptr + s.to(tl.int64) * num_blocks + block)
             exists = (page >= 0) & (page < num_pages)
