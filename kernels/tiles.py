@@ -74,9 +74,12 @@ def _linear(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
 
 
 def _rows(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
-    """Ops that walk along a row of n: short rows share a program, long ones are walked in blocks."""
-    block_n = min(power_of_two(n), 4096)
-    return Tile(max(1, 2048 // block_n), block_n, 1, 4 if block_n <= 2048 else 8, 1)
+    """Ops that walk along a row of n: short rows share a program, long ones are walked in blocks.
+
+    8 columns a thread: with 16, the assemblers of some triton versions keep a register in memory for the sake of occupancy.
+    """
+    block_n = min(power_of_two(n), 2048)
+    return Tile(2048 // block_n, block_n, 1, 8, 1)
 
 
 def _elements(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:

@@ -119,7 +119,7 @@ def _check_shapes(x_MD: torch.Tensor, weight_D: torch.Tensor, residual_MD: torch
 
 
 def specs(dtype: torch.dtype, arch: str) -> list[Spec]:
-    """A head, a row of one block, and a row of two whose width divides nothing."""
+    """A head, a row of two blocks, and one whose width divides nothing."""
     variants = []
     for dim, residual in ((128, False), (4096, True), (5000, True)):
         t = tile("rmsnorm", dtype, 1, dim, arch)

@@ -1,6 +1,6 @@
 """Runs the Triton kernels in Triton's interpreter, on the CPU, one process a file: tests/kernels/test_interpreted.py starts them.
 
-The interpreter has three faults (seen in triton 3.8; test_canary.py keeps them in view). Its dot multiplies the raw 16-bit integers of
+The interpreter has three faults (in triton 3.6 and 3.8; test_canary.py keeps them in view). Its dot multiplies the raw 16-bit integers of
 bfloat16 operands; its float32 dot is np.matmul of the tile, where a row depends on its neighbours; its cast to bfloat16 cuts the number
 off and does not round. `exact_dot` (rank-1 updates in order of k, in float32, from the accumulator on) and `rounding_cast` stand in.
 Outputs are full of NaN beforehand (nan_in_new_memory of the parent folder).
@@ -53,6 +53,16 @@ def rounding_cast(builder, x, dtype):
         return interpreter.TensorHandle(rounded, tl.bfloat16)
     return stock_cast(builder, x, dtype)
 
+
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8):
+    # numpy 2.4 no longer makes a number of an array of one element, as the older interpreters do for the bounds of a range.
+    stock_patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor, scope):
+        stock_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_with_index
 
 # Checking every integer sum for overflow, which compiled code does not do either, is a quarter of the interpreter's time.
 object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
