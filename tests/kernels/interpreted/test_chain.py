@@ -1,0 +1,85 @@
+"""The parity chain through the real engine and the real trainer, with the Triton kernels: a toy of two layers, tens of tokens."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import DTYPES
+
+from kernels.dispatch import triton_on_cpu
+from miles_core import pack
+from miles_core.engine.engine import Engine, Request, SamplingParams
+from miles_core.model import hf
+from miles_core.model.attend import PackedAttend
+from miles_core.model.transformer import ModelConfig, Transformer
+from miles_core.parity import Gate
+from miles_core.schema import Trajectory
+
+CONFIG = ModelConfig(
+    family="qwen3", vocab_size=45, hidden_size=40, intermediate_size=56, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
+    rms_norm_eps=1e-6, rope_theta=1e4, max_position=256, tie_embeddings=True, qk_norm=True,
+)  # fmt: skip
+
+
+def toy(dtype: torch.dtype) -> Transformer:
+    torch.manual_seed(0)
+    model = hf.build(CONFIG)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.fill_(1.0) if "norm" in name else p.normal_(0, 0.2)
+    return model.to(dtype)
+
+
+def sampled(model: Transformer, **changes: int) -> list[Trajectory]:
+    rng = np.random.default_rng(0)
+    engine = Engine(model, None, seed=1, **{"num_pages": 12, "max_batch_tokens": 64, "max_sequences": 4, **changes})
+    ways = [SamplingParams(1.0, 1.0, 0, 5, ()), SamplingParams(0.7, 0.9, 20, 4, ())]
+    prompts = [rng.integers(0, 45, length).astype(np.int32) for length in (3, 62, 9)]  # the second one's answer crosses a page
+    requests = [Request(g, sample, prompt, ways[g % 2]) for g, prompt in enumerate(prompts) for sample in range(2)]
+    return [completion.trajectory for completion in engine.generate(requests)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_trainer_and_sampler_agree_to_the_bit(dtype: torch.dtype) -> None:
+    model, gate = toy(dtype), Gate("strict", "recompute")
+    with triton_on_cpu():
+        trajectories = sampled(model)
+        (batch,) = pack.pack(trajectories, 400)
+        attend = PackedAttend(batch.cu_seqlens_S1, CONFIG.head_dim**-0.5)
+        sampling = (batch.temperature_M, batch.top_p_M, batch.top_k_M)
+        logp_M, _ = model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling)
+        seen = gate.watch(logp_M, batch, 0)
+        logp_M.mean().backward()
+    assert seen["train/logp_diff_tokens"].value() == 28 and seen["train/logp_diff_max"].value() == 0.0
+    assert gate.difference is None
+    assert all(p.grad.dtype is dtype and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
+def test_company_chunks_and_preemption_change_no_bit() -> None:
+    model = toy(torch.bfloat16)
+    with triton_on_cpu():
+        expected = sampled(model)
+        for changes in ({"max_sequences": 1, "max_batch_tokens": 7}, {"num_pages": 3}):
+            for a, b in zip(sampled(model, **changes), expected, strict=True):
+                assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logp_roll, b.logp_roll), (changes, a.group, a.sample)
+
+
+def test_gradients_are_those_of_the_cpu_kernels() -> None:
+    """In float32, to rounding: the backward passes are the same torch code, fed by other forwards."""
+    grads = []
+    model = toy(torch.float32)
+    trajectories = sampled(model)
+    (batch,) = pack.pack(trajectories, 400)
+    sampling = (batch.temperature_M, batch.top_p_M, batch.top_k_M)
+
+    def backward() -> None:
+        attend = PackedAttend(batch.cu_seqlens_S1, CONFIG.head_dim**-0.5)
+        logp_M, _ = model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling)
+        logp_M.mean().backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        model.zero_grad()
+
+    backward()
+    with triton_on_cpu():
+        backward()
+    for name, expected in grads[0].items():
+        torch.testing.assert_close(grads[1][name], expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
