@@ -94,13 +94,16 @@ def _gather(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
 
 
 def _attention(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
-    """k is the head's width. block_n is the page, block_k the padded width."""
-    block_m = 16 if dtype is torch.float32 or arch == "sm_80" or arch == "gfx942" else 64
-    return Tile(block_m, PAGE, max(16, power_of_two(k)), 4, 1 if dtype is torch.float32 or arch == "gfx942" else 2)
+    """k is the head's width. block_n is the page, block_k the padded width. Warps: as many as keep every register out of memory."""
+    width = max(16, power_of_two(k))
+    if dtype is torch.float32:
+        return Tile(16, PAGE, width, 16 if width == 256 else 8, 1)
+    block_m = 64 if arch in ("sm_90", "sm_100") else 16
+    return Tile(block_m, PAGE, width, 8 if width == 256 else 4, 1 if arch == "gfx942" else 2)
 
 
 def _vocabulary(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
-    return Tile(1, min(max(power_of_two(n), 64), 2048), 1, 4, 1)
+    return Tile(1, min(max(power_of_two(n), 64), 2048), 1, 8, 1)
 
 
 _TABLE = {
