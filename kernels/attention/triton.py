@@ -21,7 +21,7 @@ _Constants = tuple[dict[str, int], int, int]  # of the kernel; warps; stages
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pages"])
-def write_kv_kernel(
+def _write_kv_kernel(
     k_ptr, v_ptr, cache_k_ptr, cache_v_ptr, slots_ptr, num_tokens, num_pages,
     K: tl.constexpr, H: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +62,7 @@ def _find_sequence(block, cu_seqlens_ptr, num_sequences, G: tl.constexpr, BLOCK_
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "num_blocks", "num_pages"])
-def attention_kernel(
+def _attention_kernel(
     q_ptr, cache_k_ptr, cache_v_ptr, table_ptr, cu_seqlens_ptr, contexts_ptr, out_ptr, lse_ptr,
     scale, num_tokens, num_sequences, num_blocks, num_pages,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -138,7 +138,7 @@ def write_kv(k_TKH: torch.Tensor, v_TKH: torch.Tensor, cache_k: torch.Tensor, ca
         constants, warps, stages = _write_kv_constants(k_TKH.dtype, num_kv_heads, head_dim, arch_of(k_TKH))
         grid = (triton.cdiv(len(k_TKH), constants["BLOCK_T"]), num_kv_heads)
         arguments = (k_TKH, v_TKH, cache_k, cache_v, slots_T, len(k_TKH), num_pages)
-        write_kv_kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
+        _write_kv_kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
 
 
 @write_kv.register_fake
@@ -178,7 +178,7 @@ def paged_attention(
         grid = (num_tokens * (num_heads // num_kv_heads) // constants["BLOCK_R"] + num_sequences, num_kv_heads)
         tensors = (q_TNH, cache_k, cache_v, *lengths, out_TNH, lse_TN)
         numbers = (scale * _LOG2_E, num_tokens, num_sequences, num_blocks, num_pages)
-        attention_kernel[grid](*tensors, *numbers, **constants, num_warps=warps, num_stages=stages)
+        _attention_kernel[grid](*tensors, *numbers, **constants, num_warps=warps, num_stages=stages)
     return out_TNH, lse_TN
 
 
@@ -209,10 +209,10 @@ def specs(dtype: torch.dtype, arch: str) -> list[Spec]:
         signature |= {"scale": "fp32"} | dict.fromkeys(("num_tokens", "num_sequences", "num_blocks", "num_pages"), "i32")
         signature |= dict.fromkeys(constants, "constexpr")
         label = f"paged_attention {name} N={num_heads} K={num_kv_heads} H={head_dim}"
-        result.append(Spec(label, attention_kernel, signature, constants, warps, stages, dtype, dot=True))
+        result.append(Spec(label, _attention_kernel, signature, constants, warps, stages, dtype, dot=True))
     for num_kv_heads, head_dim in ((8, 128), (2, 96)):
         constants, warps, stages = _write_kv_constants(dtype, num_kv_heads, head_dim, arch)
         signature = dict.fromkeys(("k_ptr", "v_ptr", "cache_k_ptr", "cache_v_ptr"), f"*{name}") | {"slots_ptr": "*i64"}
         signature |= {"num_tokens": "i32", "num_pages": "i32"} | dict.fromkeys(constants, "constexpr")
-        result.append(Spec(f"write_kv {name} K={num_kv_heads} H={head_dim}", write_kv_kernel, signature, constants, warps, stages, dtype))
+        result.append(Spec(f"write_kv {name} K={num_kv_heads} H={head_dim}", _write_kv_kernel, signature, constants, warps, stages, dtype))
     return result

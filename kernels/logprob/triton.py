@@ -135,7 +135,7 @@ def _draw(row_ptr, temperature, largest, lowest, goal, V: tl.constexpr, X: tl.co
 
 
 @triton.jit(do_not_specialize=["draws", "wants_z"])
-def token_rows_kernel(
+def _token_rows_kernel(
     logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, target_ptr, uniform_ptr, token_ptr, logp_ptr, entropy_ptr, z_ptr, draws, wants_z,
     V: tl.constexpr, X: tl.constexpr, ID_BITS: tl.constexpr,
 ):  # fmt: skip
@@ -217,7 +217,7 @@ def _token_rows(
         uniform = uniform_M if uniform_M is not None else logits_MV.new_zeros(1, dtype=torch.float64)
         numbers = (int(uniform_M is not None), int(want_z))
         arguments = (logits_MV, temperature_M, top_p_M, top_k_M, targets, uniform, *outputs, *numbers)
-        token_rows_kernel[(num_rows,)](*arguments, **constants, num_warps=warps, num_stages=stages)
+        _token_rows_kernel[(num_rows,)](*arguments, **constants, num_warps=warps, num_stages=stages)
     return outputs
 
 
@@ -249,5 +249,5 @@ def specs(dtype: torch.dtype, arch: str) -> list[Spec]:
         constants, warps, stages = _constants(vocab, arch)
         signature = {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()} | {"draws": "i32", "wants_z": "i32"}
         signature |= dict.fromkeys(constants, "constexpr")
-        result.append(Spec(f"token_rows V={vocab}", token_rows_kernel, signature, constants, warps, stages, dtype))
+        result.append(Spec(f"token_rows V={vocab}", _token_rows_kernel, signature, constants, warps, stages, dtype))
     return result

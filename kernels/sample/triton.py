@@ -13,7 +13,7 @@ from kernels.tiles import Spec, arch_of, check, tile
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "num_rows"])
-def uniform_kernel(group_ptr, sample_ptr, position_ptr, out_ptr, seed_low, seed_high, num_rows, BLOCK: tl.constexpr):
+def _uniform_kernel(group_ptr, sample_ptr, position_ptr, out_ptr, seed_low, seed_high, num_rows, BLOCK: tl.constexpr):
     """32-bit words in 64-bit integers: no product overflows, and a word's upper half is a shift away.
 
     Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11, section 3.3.
@@ -54,7 +54,7 @@ def _uniform(seed_low: int, seed_high: int, group_M: torch.Tensor, sample_M: tor
     if len(group_M):
         t = tile("sample", torch.float32, 1, 1, arch_of(group_M))
         grid = (triton.cdiv(len(group_M), t.block_n),)
-        uniform_kernel[grid](*counters, out_M, seed_low, seed_high, len(group_M), BLOCK=t.block_n, num_warps=t.warps, num_stages=t.stages)
+        _uniform_kernel[grid](*counters, out_M, seed_low, seed_high, len(group_M), BLOCK=t.block_n, num_warps=t.warps, num_stages=t.stages)
     return out_M
 
 
@@ -68,4 +68,4 @@ def specs(dtype: torch.dtype, arch: str) -> list[Spec]:
     t = tile("sample", torch.float32, 1, 1, arch)
     signature = {"group_ptr": "*i64", "sample_ptr": "*i64", "position_ptr": "*i64", "out_ptr": "*fp64"}
     signature |= {"seed_low": "i32", "seed_high": "i32", "num_rows": "i32", "BLOCK": "constexpr"}
-    return [Spec("uniform", uniform_kernel, signature, {"BLOCK": t.block_n}, t.warps, t.stages, dtype)]
+    return [Spec("uniform", _uniform_kernel, signature, {"BLOCK": t.block_n}, t.warps, t.stages, dtype)]
