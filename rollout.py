@@ -133,7 +133,7 @@ class Inputs:
     max_context: int  # prompt + answer, tokens
 
 
-def load_inputs(config: Config) -> Inputs:
+def load_inputs(config: Config, device: torch.device, dtype: torch.dtype) -> Inputs:
     model_dir = TINY if config.model == "tiny" else hf.resolve(config.model)
     model_config = hf.load_config(model_dir)
     hf.check_weights(model_dir, model_config)
@@ -143,18 +143,18 @@ def load_inputs(config: Config) -> Inputs:
             f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt: --model {config.model} takes {max_context}"
         )
     task = tasks.load(config.task, config.seed, config.data, config.eval_data)
-    check_kernels(model_config, strict=config.parity == "strict")
+    check_kernels(model_config, device, dtype, strict=config.parity == "strict")
     if config.micro_batch_tokens < max_context:
         raise ValueError(f"--micro-batch-tokens {config.micro_batch_tokens} cannot hold one sample of --max-context {max_context}")
     tokenizer = hf.load_tokenizer(model_dir)
     return Inputs(model_dir, model_config, tokenizer, hf.load_stop_ids(model_dir, tokenizer), task, max_context)
 
 
-def check_kernels(c: ModelConfig, *, strict: bool) -> None:
+def check_kernels(c: ModelConfig, device: torch.device, dtype: torch.dtype, *, strict: bool) -> None:
     """See that no result depends on the batch, on this model's shapes; a ValueError if one does. The torch path is never used without."""
-    if strict or cpu.implementation() == "torch":
+    if strict or (device.type == "cpu" and cpu.implementation() == "torch"):
         matrices = {shape for shape in hf.expected_shapes(c).values() if len(shape) == 2}
-        cpu.self_test(sorted(matrices), c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size)
+        cpu.self_test(sorted(matrices), c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size, device, dtype)
 
 
 def make_prompt(config: Config, inputs: Inputs, group: int, split: str) -> Prompt:
@@ -226,9 +226,11 @@ def main() -> None:
     numerics.setup()
     if config.eval == bool(config.generate):
         raise ValueError("say --eval to evaluate, or --generate TEXT to answer one message")
-    topo = Topology(layout_from_env(0), torch.device("cpu"), config.timeout)
-    inputs = load_inputs(config)
-    engine = make_engine(config, inputs, hf.load(inputs.model_dir), max(1, config.eval_prompts))
+    layout = layout_from_env(0)
+    device, dtype = numerics.choose(config.device, config.dtype, layout.local_rank)
+    topo = Topology(layout, device, dtype, config.timeout)
+    inputs = load_inputs(config, device, dtype)
+    engine = make_engine(config, inputs, hf.load(inputs.model_dir).to(device, dtype), max(1, config.eval_prompts))
     if config.generate:
         prompt = tasks.user_prompt(config.generate, inputs.tokenizer)
         print(engine.generate([Request(EVAL_GROUP, 0, prompt, sampling_params(config, inputs))])[0].text)

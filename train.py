@@ -63,8 +63,9 @@ def train(run: Trainer, rollout: Rollout | None) -> None:
         batches = pack.pad(batches, topo.train_max(len(batches)))  # FSDP: every rank runs as many forwards and backwards
 
         # Sum over tokens / global count, micro-batch by micro-batch.
-        for batch in batches:
-            parallel.expect_backward(run.model, last=batch is batches[-1])
+        for number, batch in enumerate(batches, 1):
+            parallel.expect_backward(run.model, last=number == len(batches))
+            batch = batch.to(topo.device)
             if topo.is_node_leader:
                 run.ring.beat(TRAINER, "training")  # to rollout ranks that wait for a slot
             batch = run.with_reference(batch)
@@ -189,8 +190,8 @@ class Trainer:
         self.started, self.blocked_s = time.perf_counter(), 0.0
 
     def _load(self, model_dir: Path) -> Transformer:
-        model = hf.load(model_dir)
-        parallel.shard(model, self.topo.train_mesh, reshard_after_forward=self.config.reshard_after_forward)
+        model = hf.load(model_dir).to(self.topo.device)
+        parallel.shard(model, self.topo.train_mesh, self.topo.dtype, reshard_after_forward=self.config.reshard_after_forward)
         return model
 
     def take(self, rollout: Rollout | None) -> list[Ref]:
@@ -268,7 +269,7 @@ class Trainer:
         def write_model(path: Path, tensors: checkpoint.Tensors) -> None:
             hf.save(path, self.inputs.model_config, tensors, self.inputs.model_dir)
 
-        tensors = parallel.full_tensors(self.model)
+        tensors = parallel.full_tensors(self.model, master=True)
         self.checkpoints.save(self.version, self.optimizer.parameters, self.optimizer.adamw, tensors, meta, write_model)
 
     def log_evaluation(self, metrics: dict[str, Metric]) -> None:
@@ -299,16 +300,17 @@ def main() -> None:
     numerics.setup()
     layout = layout_from_env(config.rollout_ranks_per_node)
     config = resolve(config, layout)
-    inputs = load_inputs(config)
+    device, dtype = numerics.choose(config.device, config.dtype, layout.local_rank)
+    inputs = load_inputs(config, device, dtype)
     if config.dry_run:
         if int(os.environ.get("RANK", 0)) == 0:
             print(describe(config, layout, inputs.max_context))
         return
-    topo = Topology(layout, torch.device("cpu"), config.timeout)
+    topo = Topology(layout, device, dtype, config.timeout)
     start = next(s for s in topo.gather(open_run(config) if topo.is_logger else None) if s is not None)
     if topo.is_logger:
         print(describe(config, layout, inputs.max_context))
-        print(f"parity: {config.parity} ({cpu.describe()})")
+        print(f"parity: {config.parity} ({cpu.describe(device)})")
         print(start, flush=True)
 
     # The node leader owns the node's shared memory; the others attach to it.
@@ -322,7 +324,7 @@ def main() -> None:
             stride=layout.num_nodes,
             offset=topo.node,
         )
-        board = Board.create(Plan.of(hf.build(inputs.model_config, "meta")), node_rollout_ranks, config.weight_transport)
+        board = Board.create(Plan.of(hf.build(inputs.model_config, "meta"), dtype), node_rollout_ranks, config.weight_transport)
     paths = topo.gather((node_ring.segment.path, board.segment.path) if topo.is_node_leader else None)[topo.node_leader]
     if not topo.is_node_leader:
         node_ring, board = Ring.attach(paths[0]), Board.attach(paths[1])
@@ -335,7 +337,7 @@ def main() -> None:
         trainer.publish()  # before the first rollout, so that a broken path fails in the first minute
     if topo.rolls_out:
         receiver = Receiver(board, topo.rank, config.timeout, group, topo.first_trainer)
-        rollout = Rollout(config, inputs, hf.build(inputs.model_config), node_ring, receiver, topo.rollout_index)
+        rollout = Rollout(config, inputs, hf.build(inputs.model_config, device, dtype), node_ring, receiver, topo.rollout_index)
         rollout.refresh(min_version=start.version)
     with contextlib.closing(rollout.rewards) if rollout is not None else contextlib.nullcontext():
         topo.gather(None)  # every rank has attached, and has loaded the first weights

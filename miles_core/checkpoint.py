@@ -1,7 +1,7 @@
 """Checkpoints: written in the background, visible only when whole, resumed on any number of training ranks.
 
     checkpoints = Checkpointer(run_dir / "checkpoints", keep, group)       # every training rank; `group` is used by nothing else
-    checkpoints.save(step, parameters, adamw, full_tensors(model), meta, write_model) # returns after a copy in memory
+    checkpoints.save(step, parameters, adamw, full_tensors(model, master=True), meta, write_model)  # returns after a copy in memory
     checkpoints.check(); checkpoints.finish()                              # raise if a write has failed; finish waits for it first
     path = latest(run_dir / "checkpoints"); meta = read_meta(path)         # one rank
     load_optimizer(path, parameters, adamw, group)                         # every training rank; the weights are a model directory
@@ -72,7 +72,7 @@ class Checkpointer:
         Raises like `finish` if the save before this one failed.
         """
         self.finish()
-        weights = [(name, tensor.clone()) for name, tensor in tensors if self.is_leader]
+        weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in tensors if self.is_leader]
         state = {name: tensor.clone() for name, tensor in _optimizer_state(parameters, optimizer).items()}
         state[f"generator/{dist.get_rank(self.group)}"] = torch.get_rng_state()
         self.pending = step, self.writer.submit(self._write, step, weights, state, meta, write_model)

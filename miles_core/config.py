@@ -26,6 +26,13 @@ class Config:
     task: str = _flag("sort", "task and model", "sort, arithmetic, gsm8k, reasoning-gym:NAME, or a .py file that defines task(seed, data)")
     data: str = _flag("", "task and model", "JSONL file of training problems, for tasks that read one")
     eval_data: str = _flag("", "task and model", "JSONL file of held-out problems")
+    device: str = _flag("auto", "task and model", "auto = a GPU for every rank where there are GPUs", choices=("auto", "cpu", "cuda"))
+    dtype: str = _flag(
+        "auto",
+        "task and model",
+        "what the model computes in: auto = bfloat16 on GPUs, float32 on CPUs; master weights are float32",
+        choices=("auto", "float32", "bfloat16"),
+    )
     seed: int = _flag(0, "task and model", "fixes prompts, sampling noise and the order of everything")
     # the run
     steps: int = _flag(150, "run", "optimizer steps")

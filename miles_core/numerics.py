@@ -34,6 +34,24 @@ def _keep_freed_memory() -> None:
             mallopt(option, _NEVER)
 
 
+def choose(device: str, dtype: str, local_rank: int) -> tuple[torch.device, torch.dtype]:
+    """Where this rank computes, and in what: "auto" is bfloat16 on its GPU where there are GPUs, else float32 on the CPU."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here (torch.cuda.is_available() is false); use --device cpu")
+    if device == "cuda" and local_rank >= torch.cuda.device_count():
+        raise ValueError(f"--nproc-per-node: local rank {local_rank} has no GPU of its own, this node has {torch.cuda.device_count()}")
+    if device == "cpu" and dtype == "bfloat16":
+        raise ValueError("--dtype bfloat16 needs a GPU: the CPU kernels compute in float32; leave --dtype at auto")
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank), getattr(torch, dtype)
+    return torch.device("cpu"), getattr(torch, dtype)
+
+
 def derive_seed(seed: int, *purpose: object) -> int:
     """A 63-bit seed for one purpose of a run, equal on every rank and independent between purposes."""
     digest = hashlib.blake2b(repr((seed, *purpose)).encode(), digest_size=8).digest()

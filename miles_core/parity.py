@@ -92,7 +92,8 @@ class Gate:
 
 def explain(difference: Difference, config: ModelConfig, weights: dict[str, torch.Tensor]) -> str:
     """Run the sequence through both paths again and name the first op whose output differs."""
-    model = hf.build(config)
+    first = next(iter(weights.values()))
+    model = hf.build(config, first.device, first.dtype)
     model.load_state_dict(weights)
     trainer, sampler = _trainer_trace(model, difference), _sampler_trace(model, difference)
     for op, outputs in trainer.items():
@@ -126,17 +127,18 @@ def _sampler_trace(model: Transformer, difference: Difference) -> Trace:
     sampled_M = (batch.rows_M[mine_M] - begin).tolist()  # positions whose output was sampled from
     tokens_L, num_pages = batch.tokens_T[begin:end], -(-(end - begin) // PAGE)
     model.pack_weights()
-    cache = allocate_cache(c.num_layers, num_pages, c.num_kv_heads, c.head_dim, tokens_L.device)
+    cache = allocate_cache(c.num_layers, num_pages, c.num_kv_heads, c.head_dim, tokens_L.device, model.head.weight.dtype)
     table_1B = torch.arange(num_pages, dtype=torch.int32, device=tokens_L.device)[None]
     logp: list[torch.Tensor] = []
     cuts = [0, *range(sampled_M[0] + 1, end - begin + 1)]
     with _recording(model) as (trace, record):
         for start, stop in zip(cuts, cuts[1:], strict=False):
             positions = torch.arange(start, stop, device=tokens_L.device)
-            lengths = (torch.tensor([0, stop - start]).int(), torch.tensor([stop]).int())
+            lengths = (torch.tensor(x, dtype=torch.int32, device=tokens_L.device) for x in ([0, stop - start], [stop]))
             attend = record(PagedAttend(cache, table_1B, *lengths, positions, c.head_dim**-0.5))
             row = [sampled_M.index(stop - 1)] if stop - 1 in sampled_M else []
-            logits = model(tokens_L[start:stop], positions, attend, torch.tensor([stop - 1 - start] * len(row), dtype=torch.int64))
+            last = torch.tensor([stop - 1 - start] * len(row), dtype=torch.int64, device=tokens_L.device)
+            logits = model(tokens_L[start:stop], positions, attend, last)
             if row:
                 here = mine_M[row]
                 sampling = (x[here] for x in (batch.temperature_M, batch.top_p_M, batch.top_k_M))

@@ -135,6 +135,11 @@ class Batch:
     logp_prox_M: torch.Tensor | None = None  # float32, trainer at step start (decoupled loss)
     logp_ref_M: torch.Tensor | None = None  # float32, frozen reference (KL)
 
+    def to(self, device: torch.device) -> Batch:
+        """The batch on another device."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: None if x is None else x.to(device) for name, x in tensors.items()})
+
     @property
     def num_tokens(self) -> int:
         return len(self.tokens_T)

@@ -43,6 +43,11 @@ class Layout:
             raise ValueError(f"--rollout-ranks-per-node {num_rollout} leaves no training rank among the {num_local} of a node: {fix}")
 
     @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return int(os.environ.get("RANK", 0)) % self.local_world_size
+
+    @property
     def num_nodes(self) -> int:
         return self.world_size // self.local_world_size
 
@@ -91,10 +96,9 @@ class Topology:
     somebody else's. Each is used by one thread only; gloo mixes up collectives of two threads on one group without an error.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, timeout_s: float):
-        self.layout, self.device = layout, device
+    def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype, timeout_s: float):
+        self.layout, self.device, self.dtype = layout, device, dtype
         self.rank = int(os.environ.get("RANK", 0))
-        self.local_rank = self.rank % layout.local_world_size
         self.node = layout.node(self.rank)
         self.trains, self.rolls_out = layout.trains(self.rank), layout.rolls_out(self.rank)
         timeout = timedelta(seconds=timeout_s)

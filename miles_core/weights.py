@@ -63,19 +63,21 @@ class Part(NamedTuple):
 
 
 class Plan:
-    """Where each byte of a publication stands: float32 tensors in order, each part at a multiple of 64 bytes.
+    """Where each byte of a publication stands: tensors of one dtype in order, each part at a multiple of 64 bytes.
 
-    `shapes` {name: shape}; `parts` {name: [Part]}; `buckets` [(start, stop)]: what one broadcast carries, at most `bucket_bytes`.
+    `shapes` {name: shape}; `dtype` "float32" or "bfloat16"; `parts` {name: [Part]}; `buckets` [(start, stop)]: what one broadcast carries,
+    at most `bucket_bytes`.
     """
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], bucket_bytes: int = BUCKET_BYTES):
+    def __init__(self, shapes: Mapping[str, Sequence[int]], bucket_bytes: int = BUCKET_BYTES, dtype: str = "float32"):
         assert bucket_bytes % _ALIGN == 0, bucket_bytes
+        self.dtype = dtype
         self.shapes, self.bucket_bytes = {name: tuple(shape) for name, shape in shapes.items()}, bucket_bytes
         self.parts: dict[str, list[Part]] = {name: [] for name in shapes}
         self.buckets = [(0, 0)]
         self.nbytes = self.num_parts = 0
         for name, shape in self.shapes.items():
-            size = 4 * int(np.prod(shape, dtype=np.int64))
+            size = getattr(torch, dtype).itemsize * int(np.prod(shape, dtype=np.int64))
             for start in range(0, size, bucket_bytes):
                 self.parts[name].append(self._place(start, min(start + bucket_bytes, size)))
 
@@ -90,8 +92,8 @@ class Plan:
         return part
 
     @classmethod
-    def of(cls, model: nn.Module) -> Plan:
-        return cls({name: p.shape for name, p in model.named_parameters()})
+    def of(cls, model: nn.Module, dtype: torch.dtype = torch.float32) -> Plan:
+        return cls({name: p.shape for name, p in model.named_parameters()}, dtype=str(dtype).removeprefix("torch."))
 
 
 class Board:
@@ -114,7 +116,7 @@ class Board:
     @classmethod
     def create(cls, plan: Plan, reader_ranks: Sequence[int], transport: str) -> Board:
         """`reader_ranks`: global ranks that roll out on this node. `transport`: "shm" or "broadcast"."""
-        text = json.dumps({"shapes": plan.shapes, "bucket_bytes": plan.bucket_bytes}).encode()
+        text = json.dumps({"shapes": plan.shapes, "bucket_bytes": plan.bucket_bytes, "dtype": plan.dtype}).encode()
         plan_at = 8 * _ROW * (1 + len(reader_ranks))
         payload_at = _aligned(_aligned(plan_at + len(text), _ALIGN) + 2 * 8 * plan.num_parts, _PAGE)
         has_payload = {"shm": True, "broadcast": False}[transport]
@@ -161,6 +163,7 @@ class Publisher:
             expected, given = next(planned, None), (name, tuple(tensor.shape))
             if given != expected:
                 raise RuntimeError(f"publishing version {version}: got tensor {given}, but {expected} comes next in the plan")
+            tensor = tensor.detach().to("cpu", getattr(torch, plan.dtype))
             source = _bytes(tensor)
             for part in plan.parts[name]:
                 self.board.digests[buffer, part.index] = self._send(buffer, part, source[part.start : part.stop])
@@ -235,9 +238,14 @@ class Receiver:
         _check_same(plan.shapes, parameters, f"rank {self.rank}, version {version}")
         found = np.empty(plan.num_parts, np.int64)
         for name, parts in plan.parts.items():
-            target = _bytes(parameters[name])
+            parameter = parameters[name]
+            landing = parameter if parameter.is_cpu else torch.empty_like(parameter, device="cpu")
+            assert str(parameter.dtype).endswith(plan.dtype), (name, parameter.dtype, plan.dtype)
+            target = _bytes(landing)
             for part in parts:
                 found[part.index] = self._fetch(buffer, part, target[part.start : part.stop])
+            if landing is not parameter:
+                parameter.data.copy_(landing)
             torch.autograd.graph.increment_version(parameters[name])  # numpy wrote it: tell whoever keeps something derived from it
         deadline = time.monotonic() + self.timeout_s
         while self.board.header[COMPLETE] < number:
@@ -305,8 +313,8 @@ def _check_same(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, 
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    """uint8 view of a float32 tensor on the CPU, to be used while the tensor lives."""
-    assert tensor.dtype == torch.float32 and tensor.is_cpu and tensor.is_contiguous(), (tensor.dtype, tensor.device, tensor.stride())
+    """uint8 view of a tensor on the CPU, to be used while the tensor lives."""
+    assert tensor.is_cpu and tensor.is_contiguous(), (tensor.device, tensor.stride())
     # Not by `numpy()`: it pins the storage, and FSDP2 could not free the gathered weights.
     return np.ctypeslib.as_array((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr()))
 

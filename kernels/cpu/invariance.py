@@ -1,13 +1,15 @@
 """The start-up test of batch invariance, on the model's own shapes: the same rows alone, together and in chunks must give the same bits.
 
-For the C++ library this holds by construction and the test takes a moment. The torch path rests on how this machine's torch adds, so it
-stays closed until the test has passed in this process.
+For the C++ library and the Triton kernels this holds by construction and the test takes a moment; it would find a compiler that breaks it.
+The torch path rests on how this machine's torch adds, so it stays closed until the test has passed in this process.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import torch
 
@@ -22,28 +24,38 @@ from kernels.swiglu import swiglu
 
 ROWS = 37  # no multiple of any chunk below
 CHUNKS = (1, 3, 7, 16, 20)
+CPU = torch.device("cpu")
 
 _passed: set[tuple] = set()
 
 
-def check(linear_shapes: Iterable[tuple[int, int]], head_dim: int, num_heads: int, num_kv_heads: int, vocab: int) -> None:
-    """Check the implementation in use; `linear_shapes` are the (outputs, inputs) of the model's weights.
+def check(
+    linear_shapes: Iterable[tuple[int, int]],
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    vocab: int,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Check the implementation in use on `device`; `linear_shapes` are the (outputs, inputs) of the model's weights.
 
     Raises ValueError if a result depends on the batch. Passing opens the torch path for this process.
     """
     shapes = sorted(set(linear_shapes))
-    key = (implementation(), tuple(shapes), head_dim, num_heads, num_kv_heads, vocab)
+    name = "triton" if device.type == "cuda" else implementation()
+    key = (name, tuple(shapes), head_dim, num_heads, num_kv_heads, vocab, dtype)
     if key in _passed:
         return
-    with torch_on_trial(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch_on_trial(), torch.no_grad(), torch.random.fork_rng(devices=[]), device:
         torch.manual_seed(0)
         for outputs, inputs in shapes:
-            _check_linear(outputs, inputs)
+            _check_linear(outputs, inputs, dtype)
         for width in sorted({width for shape in shapes for width in shape}):
-            _check_rowwise(width, head_dim)
-        _check_attention(num_heads, num_kv_heads, head_dim)
-        _check_tokens(vocab, min(inputs for _, inputs in shapes))
-    if implementation() == "torch" and not _passed:
+            _check_rowwise(width, head_dim, dtype)
+        _check_attention(num_heads, num_kv_heads, head_dim, dtype)
+        _check_tokens(vocab, min(inputs for _, inputs in shapes), dtype)
+    if name == "torch" and not _passed:
         print("kernels: the torch path passed its self-test: results do not depend on the batch", file=sys.stderr, flush=True)
     _passed.add(key)
 
@@ -58,35 +70,48 @@ def _compare(what: str, op: Callable[..., torch.Tensor], *inputs: torch.Tensor) 
 
 def _equal(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
     if not torch.equal(a, b):
-        fix = "install g++ and set MILES_CPU_KERNELS=cpp" if implementation() == "torch" else "that is a fault of kernels/cpu"
-        difference = (a - b).abs().max()
-        raise ValueError(f"the {implementation()} kernels depend on the batch on this machine: {what} differ by {difference:.3g}; {fix}")
+        name = "triton" if a.is_cuda else implementation()
+        fix = {
+            "torch": "install g++ and set MILES_CPU_KERNELS=cpp",
+            "cpp": "that is a fault of kernels/cpu",
+            "triton": f"that is a fault of kernels/*/triton.py or of triton {_triton_version()}: try another version, or --device cpu",
+        }[name]
+        difference = (a.double() - b.double()).abs().max()
+        raise ValueError(f"the {name} kernels depend on the batch on this machine: {what} differ by {difference:.3g}; {fix}")
 
 
-def _check_linear(outputs: int, inputs: int) -> None:
-    weight, x = torch.randn(outputs, inputs), torch.randn(ROWS, inputs)
+def _triton_version() -> str:
+    return version("triton") if find_spec("triton") else "(not installed)"
+
+
+def _normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def _check_linear(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight, x = _normal(outputs, inputs, dtype=dtype), _normal(ROWS, inputs, dtype=dtype)
     packed = pack(weight)
     _compare(f"linear {outputs} x {inputs}", lambda rows: linear(rows, weight, None, packed), x)
     _equal(linear(x, weight), linear(x, weight, None, packed), f"linear {outputs} x {inputs}: weight packed and not")
 
 
-def _check_rowwise(width: int, head_dim: int) -> None:
-    x, y = torch.randn(ROWS, width), torch.randn(ROWS, width)
-    _compare(f"rmsnorm {width}", lambda rows: rmsnorm(rows, y[0], 1e-6), x)
+def _check_rowwise(width: int, head_dim: int, dtype: torch.dtype) -> None:
+    x, y = (_normal(ROWS, width, dtype=dtype) for _ in range(2))
+    _compare(f"rmsnorm {width}", lambda rows: rmsnorm(rows, y[0].clone(), 1e-6), x)
     _compare(f"swiglu {width}", swiglu, x, y)
     angle = torch.randn(ROWS, head_dim // 2)
-    _compare(f"rope {head_dim}", rope, torch.randn(ROWS, 3, head_dim), angle.cos(), angle.sin())
+    _compare(f"rope {head_dim}", rope, _normal(ROWS, 3, head_dim, dtype=dtype), angle.cos(), angle.sin())
 
 
-def _check_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+def _check_attention(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     """The packed forward of training, prefill in chunks and decode: the same bits for every query."""
     length = PAGE + ROWS
-    q, k, v = (torch.randn(length, heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads))
+    q, k, v = (_normal(length, heads, head_dim, dtype=dtype) for heads in (num_heads, num_kv_heads, num_kv_heads))
     scale = head_dim**-0.5
     packed = packed_attention(q, k, v, torch.tensor([0, length], dtype=torch.int32), scale)
     doubled = packed_attention(*(torch.cat([x[:5], x]) for x in (q, k, v)), torch.tensor([0, 5, 5 + length], dtype=torch.int32), scale)
     _equal(packed, doubled[5:], "attention of one sequence alone and packed after another")
-    cache = allocate_cache(1, 3, num_kv_heads, head_dim)
+    cache = allocate_cache(1, 3, num_kv_heads, head_dim, q.device, dtype)
     pages = torch.tensor([[2, 0]], dtype=torch.int32)
     position = torch.arange(length)
     write_kv(k, v, cache.k[0], cache.v[0], pages[0].long()[position // PAGE] * PAGE + position % PAGE)
@@ -99,13 +124,13 @@ def _check_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         _equal(packed, torch.cat(out), f"attention packed and in chunks of {size}")
 
 
-def _check_tokens(vocab: int, width: int) -> None:
+def _check_tokens(vocab: int, width: int, dtype: torch.dtype) -> None:
     """Log-probs do not depend on the chunk, and are those of the sampler."""
     rows = ROWS // 3  # a vocabulary is wide
-    hidden, weight = torch.randn(rows, width), torch.randn(vocab, width) * width**-0.5
+    hidden, weight = _normal(rows, width, dtype=dtype), (torch.randn(vocab, width) * width**-0.5).to(dtype)
     settings = (torch.full((rows,), 0.7), torch.full((rows,), 0.9), torch.full((rows,), min(50, vocab)))
     packed = pack(weight)
-    token, logp = sample(linear(hidden, weight, None, packed), *settings, torch.rand(rows, dtype=torch.float64))
+    token, logp = sample(linear(hidden, weight, None, packed, wide=True), *settings, torch.rand(rows, dtype=torch.float64))
 
     def score(chunk, *inputs):
         return logprob(chunk, weight, *inputs, packed=packed)[0]

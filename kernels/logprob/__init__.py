@@ -107,7 +107,7 @@ def _chunks(num_rows: int, vocab: int) -> list[slice]:
 
 
 def _forward(hidden_MD, weight_VD, targets_M, sampling, packed):
-    logp_M, entropy_M = hidden_MD.new_empty(2, len(hidden_MD), dtype=torch.float32)
+    logp_M, entropy_M = (hidden_MD.new_empty(len(hidden_MD), dtype=torch.float32) for _ in range(2))
     for c in _chunks(len(hidden_MD), len(weight_VD)):
         logits = linear_forward(hidden_MD[c], weight_VD, None, packed, wide=True)
         _, logp_M[c], entropy_M[c] = rows(logits, *(x[c] for x in sampling), targets_M=targets_M[c])

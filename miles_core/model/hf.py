@@ -147,10 +147,10 @@ def _raw_config(c: ModelConfig, stop_ids: tuple[int, ...]) -> dict[str, Any]:
 # ---- weights
 
 
-def build(config: ModelConfig, device: torch.device | str = "cpu") -> Transformer:
+def build(config: ModelConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Transformer:
     """The model with uninitialised parameters."""
     with torch.device(device):
-        return Transformer(config)
+        return Transformer(config).to(dtype)
 
 
 def load(model_dir: Path) -> Transformer:

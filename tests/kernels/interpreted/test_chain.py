@@ -3,14 +3,18 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import DTYPES
+from torch.distributed.device_mesh import DeviceMesh
 
+from kernels.cpu import self_test
 from kernels.dispatch import triton_on_cpu
 from miles_core import pack
 from miles_core.engine.engine import Engine, Request, SamplingParams
-from miles_core.model import hf
+from miles_core.model import hf, parallel
 from miles_core.model.attend import PackedAttend
 from miles_core.model.transformer import ModelConfig, Transformer
+from miles_core.optim import Optimizer
 from miles_core.parity import Gate
 from miles_core.schema import Trajectory
 
@@ -29,11 +33,12 @@ def toy(dtype: torch.dtype) -> Transformer:
     return model.to(dtype)
 
 
-def sampled(model: Transformer, **changes: int) -> list[Trajectory]:
+def sampled(model: Transformer, lengths: tuple[int, ...] = (3, 9), **changes: int) -> list[Trajectory]:
+    """Two answers to each prompt."""
     rng = np.random.default_rng(0)
     engine = Engine(model, None, seed=1, **{"num_pages": 12, "max_batch_tokens": 64, "max_sequences": 4, **changes})
     ways = [SamplingParams(1.0, 1.0, 0, 5, ()), SamplingParams(0.7, 0.9, 20, 4, ())]
-    prompts = [rng.integers(0, 45, length).astype(np.int32) for length in (3, 62, 9)]  # the second one's answer crosses a page
+    prompts = [rng.integers(0, 45, length).astype(np.int32) for length in lengths]
     requests = [Request(g, sample, prompt, ways[g % 2]) for g, prompt in enumerate(prompts) for sample in range(2)]
     return [completion.trajectory for completion in engine.generate(requests)]
 
@@ -42,14 +47,13 @@ def sampled(model: Transformer, **changes: int) -> list[Trajectory]:
 def test_trainer_and_sampler_agree_to_the_bit(dtype: torch.dtype) -> None:
     model, gate = toy(dtype), Gate("strict", "recompute")
     with triton_on_cpu():
-        trajectories = sampled(model)
-        (batch,) = pack.pack(trajectories, 400)
+        (batch,) = pack.pack(sampled(model, (3, 62)), 400)  # the answers to the second cross a page
         attend = PackedAttend(batch.cu_seqlens_S1, CONFIG.head_dim**-0.5)
         sampling = (batch.temperature_M, batch.top_p_M, batch.top_k_M)
         logp_M, _ = model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling)
         seen = gate.watch(logp_M, batch, 0)
         logp_M.mean().backward()
-    assert seen["train/logp_diff_tokens"].value() == 28 and seen["train/logp_diff_max"].value() == 0.0
+    assert seen["train/logp_diff_tokens"].value() == 18 and seen["train/logp_diff_max"].value() == 0.0
     assert gate.difference is None
     assert all(p.grad.dtype is dtype and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
@@ -57,9 +61,9 @@ def test_trainer_and_sampler_agree_to_the_bit(dtype: torch.dtype) -> None:
 def test_company_chunks_and_preemption_change_no_bit() -> None:
     model = toy(torch.bfloat16)
     with triton_on_cpu():
-        expected = sampled(model)
-        for changes in ({"max_sequences": 1, "max_batch_tokens": 7}, {"num_pages": 3}):
-            for a, b in zip(sampled(model, **changes), expected, strict=True):
+        expected = sampled(model, (3, 62))
+        for changes in ({"max_sequences": 1, "max_batch_tokens": 23}, {"num_pages": 3}):
+            for a, b in zip(sampled(model, (3, 62), **changes), expected, strict=True):
                 assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logp_roll, b.logp_roll), (changes, a.group, a.sample)
 
 
@@ -83,3 +87,43 @@ def test_gradients_are_those_of_the_cpu_kernels() -> None:
         backward()
     for name, expected in grads[0].items():
         torch.testing.assert_close(grads[1][name], expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_bfloat16_over_float32_masters() -> None:
+    """What a run on GPUs does: FSDP2 gathers masters rounded to bfloat16, the sampler gets those bits, the optimizer moves the masters."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    trainer, sampler = toy(torch.float32), hf.build(CONFIG, dtype=torch.bfloat16)
+    parallel.shard(trainer, DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("fsdp",)), torch.bfloat16)
+    optimizer = Optimizer(
+        trainer, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0, max_grad_norm=1.0, schedule="constant", warmup_steps=0, total_steps=9
+    )
+    weights = dict(sampler.named_parameters())
+    gate = Gate("strict", "recompute")
+    for version in range(2):
+        with torch.no_grad():
+            for name, tensor in parallel.full_tensors(trainer):
+                assert tensor.dtype is torch.bfloat16
+                weights[name].copy_(tensor)
+        with triton_on_cpu():
+            (batch,) = pack.pack(sampled(sampler), 400)
+            parallel.expect_backward(trainer, last=True)
+            attend = PackedAttend(batch.cu_seqlens_S1, CONFIG.head_dim**-0.5)
+            sampling = (batch.temperature_M, batch.top_p_M, batch.top_k_M)
+            logp_M, _ = trainer(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling)
+            assert gate.watch(logp_M, batch, 0)["train/logp_diff_max"].value() == 0.0
+            logp_M.mean().backward()
+        assert optimizer.step(version) > 0
+        for name, master in parallel.full_tensors(trainer, master=True):
+            assert master.dtype is torch.float32 and not torch.equal(master.bfloat16(), weights[name]), name
+
+
+def test_the_start_up_test_passes_and_would_find_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"linear_shapes": [(24, 40)], "head_dim": 16, "num_heads": 2, "num_kv_heads": 1, "vocab": 30, "dtype": torch.bfloat16}
+    with triton_on_cpu():
+        self_test(**shapes)
+        from kernels.linear import triton as module
+
+        sound = module.linear
+        monkeypatch.setattr(module, "linear", lambda x, *args: sound(x, *args) * (1 + (len(x) == 7)))
+        with pytest.raises(ValueError, match="depend on the batch on this machine: linear 24 x 40"):
+            self_test(**{**shapes, "vocab": 31})
