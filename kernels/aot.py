@@ -145,13 +145,12 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def reports(ops: tuple[str, ...], arches: tuple[str, ...], dtypes: tuple[torch.dtype, ...]) -> Iterator[Report]:
-    """Every variant. Each is read in a second thread while the next one compiles."""
+    """Every variant, once if it is the same for both dtypes. Each is read in a second thread while the next one compiles."""
     with ThreadPoolExecutor(1) as reader:
-        waiting = [
-            reader.submit(_read, op, spec, arch, compile_spec(spec, arch))
-            for op, arch, dtype in product(ops, arches, dtypes)
-            for spec in specs(op, dtype, arch)
-        ]
+        waiting = []
+        for op, arch in product(ops, arches):
+            variants = {f"{s.kernel} {s.signature} {s.constants}": s for dtype in reversed(dtypes) for s in specs(op, dtype, arch)}
+            waiting += [reader.submit(_read, op, spec, arch, compile_spec(spec, arch)) for spec in variants.values()]
         yield from (report.result() for report in waiting)
 
 
