@@ -313,22 +313,7 @@ def main() -> None:
         print(f"parity: {config.parity} ({cpu.describe(device)})")
         print(start, flush=True)
 
-    # The node leader owns the node's shared memory; the others attach to it.
-    if topo.is_node_leader:
-        shape = ring_shape(config, layout, inputs.max_context)
-        node_rollout_ranks = layout.ranks(train=False, node=topo.node)
-        node_ring = Ring.create(
-            **shape,
-            num_rollout_ranks=len(node_rollout_ranks),
-            done=[number // layout.num_nodes for number in start.consumed if number % layout.num_nodes == topo.node],
-            stride=layout.num_nodes,
-            offset=topo.node,
-        )
-        board = Board.create(Plan.of(hf.build(inputs.model_config, "meta"), dtype), node_rollout_ranks, config.weight_transport)
-    paths = topo.gather((node_ring.segment.path, board.segment.path) if topo.is_node_leader else None)[topo.node_leader]
-    if not topo.is_node_leader:
-        node_ring, board = Ring.attach(paths[0]), Board.attach(paths[1])
-
+    node_ring, board = share(config, inputs, topo, start)
     trainer, rollout = None, None
     group = topo.weights_group if config.weight_transport == "broadcast" else None
     if topo.trains:
@@ -355,6 +340,24 @@ def main() -> None:
             trainer.close(before, after)
         topo.gather(None)  # the leader's shared memory outlives every use of it
         topo.close()
+
+
+def share(config: Config, inputs: Inputs, topo: Topology, start: Start) -> tuple[Ring, Board]:
+    """The node's shared memory: the node leader makes it and owns it, the others attach to it (collective over the world)."""
+    layout = topo.layout
+    if topo.is_node_leader:
+        shape = ring_shape(config, layout, inputs.max_context)
+        node_rollout_ranks = layout.ranks(train=False, node=topo.node)
+        node_ring = Ring.create(
+            **shape,
+            num_rollout_ranks=len(node_rollout_ranks),
+            done=[number // layout.num_nodes for number in start.consumed if number % layout.num_nodes == topo.node],
+            stride=layout.num_nodes,
+            offset=topo.node,
+        )
+        board = Board.create(Plan.of(hf.build(inputs.model_config, "meta"), topo.dtype), node_rollout_ranks, config.weight_transport)
+    paths = topo.gather((node_ring.segment.path, board.segment.path) if topo.is_node_leader else None)[topo.node_leader]
+    return (node_ring, board) if topo.is_node_leader else (Ring.attach(paths[0]), Board.attach(paths[1]))
 
 
 def evaluate_everywhere(topo: Topology, rollout: Rollout | None) -> dict[str, Metric]:

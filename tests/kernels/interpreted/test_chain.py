@@ -1,4 +1,7 @@
-"""The parity chain through the real engine and the real trainer, with the Triton kernels: a toy of two layers, tens of tokens."""
+"""The parity chain through the real engine and the real trainer, with the Triton kernels: a toy of two layers, tens of tokens.
+
+    python -m pytest tests/kernels/interpreted/test_chain.py
+"""
 
 import numpy as np
 import pytest
