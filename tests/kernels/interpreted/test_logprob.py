@@ -109,7 +109,7 @@ def test_equal_logits_are_kept_by_lowest_id():
     assert kept_by([-0.0, 0.0, -0.0, 0.0], 1.0, 3, 0) == [0, 1, 2]  # the two zeros are equal
     assert kept_by([0.0, 0.0, 0.0, 0.0], 0.5, 3, 0) == [0, 1]  # top_p is a share of the three
     assert kept_by([-torch.inf, 2.0, -torch.inf, 1.0], 1.0, 3, 1) == [1, 3]
-    assert kept_by([0.0, 1.0, 2.0], 0.0, 0, 2) == [2]
+    assert kept_by([0.0, 1.0, 2.0], 0.0, 0, 0) == [0, 2]  # the largest is kept even for top_p 0, and the target
     assert kept_by([5.0] * 3000, 1.0, 2500, 0) == list(range(2500))  # across blocks
 
 
