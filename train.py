@@ -73,7 +73,7 @@ def train(run: Trainer, rollout: Rollout | None) -> None:
             value, metrics = loss.policy_loss(logp_train_M, entropy_M, batch, run.loss_params, total)
             value.backward()
             parts += [metrics, loss.staleness(batch, run.version), run.gate.watch(logp_train_M, batch, run.version)]
-        run.gate.check(run.version, run.model, run.inputs.model_config, topo.train_max)
+        run.gate.check(run.version, run.model, run.inputs.model_config, topo.train_gather)
 
         # Step and publish; only then are the slots released: released at take, samples would be one version older (DESIGN 4.2).
         # `groups` are views of the slots and end here.

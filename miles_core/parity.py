@@ -2,7 +2,7 @@
 
     gate = Gate(mode, on_update)                       # mode: strict | report | off
     gate.watch(logp_train_M, batch, version)           # each micro-batch -> metrics; remembers the first token that differs
-    gate.check(version, model, config, train_max)      # each step, collective over the training ranks: raises ParityError on all of them
+    gate.check(version, model, config, gather)         # each step, collective over the training ranks: raises ParityError on all of them
 
 The error names the token and both values. Then it runs the token's sequence through both paths again, op by op, and names the first op
 whose output differs: the trainer's packed forward of the same micro-batch, against prefill and decode over a paged cache.
@@ -77,17 +77,21 @@ class Gate:
             self.difference = Difference(batch, row, float(logp_train_M[row]))
         return parity_diff(logp_train_M, batch, version, self.on_update)
 
-    def check(self, version: int, model: nn.Module, config: ModelConfig, train_max: Callable[[int], int]) -> None:
-        """Raise ParityError on every training rank when any of them has seen a difference."""
-        if self.mode != "strict" or not train_max(int(self.difference is not None)):
+    def check(self, version: int, model: nn.Module, config: ModelConfig, gather: Callable[[object], list]) -> None:
+        """Raise ParityError when any training rank has seen a difference: on all of them, with what the first of those has found.
+
+        `gather` gives the value of every training rank. Whichever rank ends first, and takes the others with it, has said everything.
+        """
+        if self.mode != "strict" or not any(gather(self.difference is not None)):
             return
         weights = {name: tensor.clone() for name, tensor in parallel.full_tensors(model)}
-        if self.difference is None:
-            raise ParityError(f"step {version + 1}: sampler and trainer differ on another training rank")
-        raise ParityError(
-            f"step {version + 1}: sampler and trainer differ under the same weights (version {version}): {self.difference}. "
-            f"{explain(self.difference, config, weights)}. --parity report logs such differences and goes on"
-        )
+        mine = None
+        if self.difference is not None:
+            mine = (
+                f"step {version + 1}: sampler and trainer differ under the same weights (version {version}): {self.difference}. "
+                f"{explain(self.difference, config, weights)}. --parity report logs such differences and goes on"
+            )
+        raise ParityError(next(text for text in gather(mine) if text is not None))
 
 
 def explain(difference: Difference, config: ModelConfig, weights: dict[str, torch.Tensor]) -> str:

@@ -69,7 +69,7 @@ def counted(seen: list[dict]) -> tuple[int, float]:
 
 def message(gate: Gate, model: Transformer, version: int = 0) -> str:
     with pytest.raises(ParityError) as error:
-        gate.check(version, model, CONFIG, lambda found: found)
+        gate.check(version, model, CONFIG, lambda mine: [mine])
     return str(error.value)
 
 
@@ -77,7 +77,7 @@ def test_without_a_fault_every_token_passes(model: Transformer) -> None:
     trajectories = sampled(model)
     gate, seen = watched(model, trajectories)
     assert counted(seen) == (sum(int(t.loss_mask.sum()) for t in trajectories), 0.0)
-    gate.check(0, model, CONFIG, lambda found: found)
+    gate.check(0, model, CONFIG, lambda mine: [mine])
 
 
 def flipped(trajectories: list[Trajectory]) -> Trajectory:
@@ -108,8 +108,8 @@ def test_nan_is_a_difference(model: Transformer) -> None:
 
 def test_another_rank_that_differs_stops_this_one_too(model: Transformer) -> None:
     gate, _ = watched(model, sampled(model))
-    with pytest.raises(ParityError, match="step 8: sampler and trainer differ on another training rank"):
-        gate.check(7, model, CONFIG, lambda found: 1)
+    with pytest.raises(ParityError, match="^what the other one found$"):
+        gate.check(7, model, CONFIG, lambda mine: [mine, True if mine is False else "what the other one found"])
 
 
 def test_tokens_of_other_weights_are_not_compared(model: Transformer) -> None:
@@ -117,7 +117,7 @@ def test_tokens_of_other_weights_are_not_compared(model: Transformer) -> None:
     flipped(trajectories)
     gate, seen = watched(model, trajectories, version=1)
     assert sum(metrics["train/logp_diff_tokens"].value() for metrics in seen) == 0
-    gate.check(1, model, CONFIG, lambda found: found)
+    gate.check(1, model, CONFIG, lambda mine: [mine])
 
 
 def test_report_counts_and_off_does_not_look(model: Transformer) -> None:
@@ -125,7 +125,7 @@ def test_report_counts_and_off_does_not_look(model: Transformer) -> None:
     flipped(trajectories)
     gate, seen = watched(model, trajectories, "report")
     assert 0.0 < counted(seen)[1] < 1e-5
-    gate.check(0, model, CONFIG, lambda found: found)
+    gate.check(0, model, CONFIG, lambda mine: [mine])
     gate, seen = watched(model, trajectories, "off")
     assert not any(seen) and gate.difference is None
 
