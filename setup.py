@@ -16,6 +16,7 @@ setup(
     # The oldest versions that are supported. What the tests run with is in launch/requirements.txt.
     install_requires=[
         "torch>=2.11",
+        "triton>=3.6",
         "transformers>=4.57",
         "tokenizers>=0.22",
         "safetensors>=0.6",

@@ -41,10 +41,11 @@ elif nvidia-smi -L >/dev/null 2>&1; then
 else
   say "found no CUDA device: installing torch for CPUs (200 MB)"
   cpu=(--no-deps -c "$here/constraints-cpu.txt" torch)
+  if [ "$prefix" = "$own" ]; then constraints+=(-c "$here/constraints-cpu.txt"); fi
   pip_install "${cpu[@]}" || pip_install --index-url https://download.pytorch.org/whl/cpu "${cpu[@]}" || pip_failed torch
 fi
 
-say "installing the other requirements (150 MB)"
+say "installing the other requirements (350 MB)"
 pip_install "${constraints[@]}" -r "$here/requirements.txt" || pip_failed "$here/requirements.txt"
 echo "$wanted" >"$stamp"
 say "done: $prefix"
