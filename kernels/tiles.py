@@ -97,7 +97,7 @@ def _attention(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
     """k is the head's width. block_n is the page, block_k the padded width. Warps: as many as keep every register out of memory."""
     width = max(16, power_of_two(k))
     if dtype is torch.float32:
-        return Tile(16, PAGE, width, 16 if width == 256 else 8, 1)
+        return Tile(16, PAGE, width, 4 if arch == "gfx942" else 16 if width == 256 else 8, 1)
     block_m = 64 if arch in ("sm_90", "sm_100") else 16
     return Tile(block_m, PAGE, width, 8 if width == 256 else 4, 1 if arch == "gfx942" else 2)
 
