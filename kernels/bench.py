@@ -1,16 +1,17 @@
 """The price of invariance: every op and a whole model, against plain torch.
 
-    OMP_NUM_THREADS=1 python -m kernels.bench [--seconds 0.5] [--only model]
+    OMP_NUM_THREADS=1 python -m kernels.bench [--seconds 0.5] [--only model] [--device cuda]
 
-Shapes of SmolLM2-135M, float32. Every line is a pair of medians taken in turns in this run: invariant (ours) and fast (torch, whose results
-depend on the batch), with weights that are cold (a rotation of copies larger than the caches; a whole model is larger by itself). The
-price is invariant / fast: below 1, invariance costs nothing. The share is the better of two: of the memory bandwidth and of the sgemm
-peak, both measured first (the best of five medians).
+Shapes of SmolLM2-135M, float32 on a CPU and bfloat16 on a GPU. Every line is a pair of medians taken in turns in this run: invariant (ours)
+and fast (torch, whose results depend on the batch), with weights that are cold (a rotation of copies larger than the caches; a whole model
+is larger by itself). The price is invariant / fast: below 1, invariance costs nothing. The share is the better of two: of the memory
+bandwidth and of the matrix peak, both measured first (the best of five medians).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention import PAGE, allocate_cache, packed_attention, paged_attention, write_kv
-from kernels.cpu import implementation
+from kernels.cpu import describe
 from kernels.linear import PackedWeight, linear, pack
 from kernels.rmsnorm import rmsnorm
 from kernels.rope import rope
@@ -34,6 +35,11 @@ CONTEXT = 1000  # keys that a decoded token attends to
 COLD = 256 << 20  # bytes of weights in a rotation
 
 
+def size(*shape: int) -> int:
+    """Bytes of a tensor of this shape in the dtype that the model computes in."""
+    return math.prod(shape) * torch.get_default_dtype().itemsize
+
+
 def medians(seconds: float, *functions: Callable[[], object]) -> list[float]:
     """Median time of each function in seconds, all of them called in turns."""
     times: list[list[float]] = [[] for _ in functions]
@@ -42,6 +48,8 @@ def medians(seconds: float, *functions: Callable[[], object]) -> list[float]:
         for function, list_ in zip(functions, times, strict=True):
             start = time.perf_counter()
             function()
+            if torch.get_default_device().type == "cuda":
+                torch.cuda.synchronize()
             list_.append(time.perf_counter() - start)
     return [statistics.median(list_[1:]) for list_ in times]
 
@@ -49,22 +57,23 @@ def medians(seconds: float, *functions: Callable[[], object]) -> list[float]:
 class Report:
     def __init__(self, seconds: float):
         self.seconds = seconds
-        matrix, vector = torch.randn(1024, 1024), torch.ones(COLD // 4)
+        device, side = torch.get_default_device(), 1024 if torch.get_default_device().type == "cpu" else 8192
+        matrix, vector = torch.randn(side, side), torch.ones(COLD // size(1))
         gemm, read = (min(medians(seconds, lambda: matrix @ matrix, vector.sum)[i] for _ in range(5)) for i in (0, 1))
-        self.flops, self.bandwidth = 2 * 1024**3 / gemm, COLD / read
-        print(f"kernels: {implementation()}; sgemm {self.flops / 1e9:.0f} GFLOP/s, reading memory {self.bandwidth / 1e9:.1f} GB/s\n")
+        self.flops, self.bandwidth = 2 * side**3 / gemm, COLD / read
+        print(f"{describe(device)}\nmatrix peak {self.flops / 1e9:.0f} GFLOP/s, reading memory {self.bandwidth / 1e9:.1f} GB/s\n")
         print(f"{'op':28} {'M':>4} {'ours us':>10} {'torch us':>10} {'price':>6}  ours reaches")
 
     def line(self, op: str, rows: int, ours: Callable, plain: Callable, flops: float, nbytes: float) -> None:
         our_time, torch_time = medians(self.seconds, ours, plain)
-        shares = {"of sgemm": flops / our_time / self.flops, "of memory bandwidth": nbytes / our_time / self.bandwidth}
+        shares = {"of matrix peak": flops / our_time / self.flops, "of memory bandwidth": nbytes / our_time / self.bandwidth}
         best = max(shares, key=shares.__getitem__)
         line = f"{op:28} {rows:4} {our_time * 1e6:10.1f} {torch_time * 1e6:10.1f} {our_time / torch_time:6.2f}  {shares[best]:.0%} {best}"
         print(line, flush=True)
 
 
 def bench_linear(report: Report, name: str, outputs: int, inputs: int, sizes: list[int]) -> None:
-    copies = max(1, COLD // (outputs * inputs * 4))
+    copies = max(1, COLD // size(outputs, inputs))
     weights = [torch.randn(outputs, inputs) for _ in range(copies)]
     ready = cycle([(weight, pack(weight)) for weight in weights])
     plain, unpacked = cycle(weights), cycle(weights)
@@ -75,7 +84,7 @@ def bench_linear(report: Report, name: str, outputs: int, inputs: int, sizes: li
 
     for rows in sizes:
         x = torch.randn(rows, inputs)
-        work = 2 * rows * outputs * inputs, outputs * inputs * 4
+        work = 2 * rows * outputs * inputs, size(outputs, inputs)
         report.line(f"linear {name}", rows, lambda x=x: ours(x), lambda x=x: F.linear(x, next(plain)), *work)
         if rows >= 512:
             report.line(
@@ -86,16 +95,16 @@ def bench_linear(report: Report, name: str, outputs: int, inputs: int, sizes: li
 def bench_rowwise(report: Report, rows: int) -> None:
     gate, up, x, weight = torch.randn(rows, FFN), torch.randn(rows, FFN), torch.randn(rows, D), torch.randn(D)
     q, angle = torch.randn(rows, HEADS, HEAD_DIM), torch.randn(rows, HEAD_DIM // 2)
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = angle.cos().float(), angle.sin().float()
 
-    report.line("rmsnorm", rows, lambda: rmsnorm(x, weight, 1e-5), lambda: F.rms_norm(x, (D,), weight, 1e-5), 0, 8 * rows * D)
-    report.line("rope", rows, lambda: rope(q, cos, sin), lambda: torch_rope(q, cos, sin), 0, 8 * rows * D)
-    report.line("swiglu", rows, lambda: swiglu(gate, up), lambda: F.silu(gate) * up, 0, 12 * rows * FFN)
+    report.line("rmsnorm", rows, lambda: rmsnorm(x, weight, 1e-5), lambda: F.rms_norm(x, (D,), weight, 1e-5), 0, 2 * size(rows, D))
+    report.line("rope", rows, lambda: rope(q, cos, sin), lambda: torch_rope(q, cos, sin), 0, 2 * size(rows, D))
+    report.line("swiglu", rows, lambda: swiglu(gate, up), lambda: F.silu(gate) * up, 0, 3 * size(rows, FFN))
 
 
 def bench_decode_attention(report: Report, sequences: int) -> None:
     blocks = -(-CONTEXT // PAGE)
-    cache = allocate_cache(1, sequences * blocks, KV_HEADS, HEAD_DIM)
+    cache = allocate_cache(1, sequences * blocks, KV_HEADS, HEAD_DIM, torch.get_default_device(), torch.get_default_dtype())
     cache.k.normal_(), cache.v.normal_()
     table = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
     starts, contexts = torch.arange(sequences + 1, dtype=torch.int32), torch.full((sequences,), CONTEXT, dtype=torch.int32)
@@ -107,7 +116,7 @@ def bench_decode_attention(report: Report, sequences: int) -> None:
         lambda: paged_attention(q, cache.k[0], cache.v[0], table, starts, contexts, scale),
         lambda: F.scaled_dot_product_attention(q[:, :, None], k, v, scale=scale, enable_gqa=True),
         4 * sequences * CONTEXT * D,
-        8 * sequences * CONTEXT * KV_HEADS * HEAD_DIM,
+        2 * size(sequences, CONTEXT, KV_HEADS, HEAD_DIM),
     )
 
 
@@ -123,7 +132,8 @@ def bench_prefill_attention(report: Report, tokens: int) -> None:
 
 
 def bench_sample(report: Report, rows: int) -> None:
-    logits, ones, off = torch.randn(rows, VOCAB) * 2, torch.ones(rows), torch.zeros(rows, dtype=torch.int64)
+    logits, ones = torch.randn(rows, VOCAB, dtype=torch.float32) * 2, torch.ones(rows, dtype=torch.float32)
+    off = torch.zeros(rows, dtype=torch.int64)
     noise = torch.rand(rows, dtype=torch.float64)
 
     def plain() -> torch.Tensor:
@@ -161,8 +171,8 @@ class Ops(NamedTuple):
 
 
 def torch_rope(x_TNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x_TNH.chunk(2, -1)
-    return torch.cat([first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None]], -1)
+    first, second = x_TNH.float().chunk(2, -1)
+    return torch.cat([first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None]], -1).to(x_TNH.dtype)
 
 
 def ours_with(attend: Callable) -> Ops:
@@ -201,7 +211,7 @@ def make_model(packed: bool) -> tuple[list[Layer], Matrix]:
 def bench_decode(report: Report, layers: list[Layer], head: Matrix, sequences: int, context: int = 200) -> None:
     """One token of each sequence, the last of `context`."""
     blocks, scale = -(-context // PAGE), HEAD_DIM**-0.5
-    cache = allocate_cache(LAYERS, sequences * blocks, KV_HEADS, HEAD_DIM)
+    cache = allocate_cache(LAYERS, sequences * blocks, KV_HEADS, HEAD_DIM, torch.get_default_device(), torch.get_default_dtype())
     table = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
     starts, contexts = torch.arange(sequences + 1, dtype=torch.int32), torch.full((sequences,), context, dtype=torch.int32)
     slots = table[:, -1].long() * PAGE + (context - 1) % PAGE
@@ -216,9 +226,10 @@ def bench_decode(report: Report, layers: list[Layer], head: Matrix, sequences: i
         return F.scaled_dot_product_attention(q[:, :, None], keys[i], values[i], scale=scale, enable_gqa=True)
 
     x, angle = torch.randn(sequences, D), torch.randn(sequences, HEAD_DIM // 2)
-    sides = [lambda ops=ops: run_model(ops, layers, head, x, angle.cos(), angle.sin()) for ops in (ours_with(paged), torch_with(dense))]
-    size = sum(m.weight.numel() for w in layers for m in (*w.qkv, w.out, w.gate, w.up, w.down)) + head.weight.numel()
-    report.line("model, decode", sequences, *sides, 2 * size * sequences, 4 * size)
+    cos, sin = angle.cos().float(), angle.sin().float()
+    sides = [lambda ops=ops: run_model(ops, layers, head, x, cos, sin) for ops in (ours_with(paged), torch_with(dense))]
+    weights = sum(m.weight.numel() for w in layers for m in (*w.qkv, w.out, w.gate, w.up, w.down)) + head.weight.numel()
+    report.line("model, decode", sequences, *sides, 2 * weights * sequences, size(weights))
 
 
 def bench_forward(report: Report, layers: list[Layer], head: Matrix, tokens: int) -> None:
@@ -232,9 +243,9 @@ def bench_forward(report: Report, layers: list[Layer], head: Matrix, tokens: int
 
     x, angle = torch.randn(tokens, D), torch.randn(tokens, HEAD_DIM // 2)
     attends = (ours_with(lambda _, q, k, v: packed_attention(q, k, v, starts, scale)), torch_with(dense))
-    sides = [lambda ops=ops: run_model(ops, layers, head, x, angle.cos(), angle.sin()) for ops in attends]
-    size = sum(m.weight.numel() for w in layers for m in (*w.qkv, w.out, w.gate, w.up, w.down))
-    report.line("model, packed forward", tokens, *sides, 2 * (size * tokens + 64 * head.weight.numel()), 4 * size)
+    sides = [lambda ops=ops: run_model(ops, layers, head, x, angle.cos().float(), angle.sin().float()) for ops in attends]
+    weights = sum(m.weight.numel() for w in layers for m in (*w.qkv, w.out, w.gate, w.up, w.down))
+    report.line("model, packed forward", tokens, *sides, 2 * (weights * tokens + 64 * head.weight.numel()), size(weights))
 
 
 def bench_model(report: Report) -> None:
@@ -262,10 +273,13 @@ def bench_ops(report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.5, help="time given to each pair (default 0.5)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", choices=("ops", "model"), help="half of it")
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16 if args.device == "cuda" else torch.float32)
+    torch.set_default_device(args.device)
     with torch.no_grad():
         report = Report(args.seconds)
         if args.only != "model":
