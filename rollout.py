@@ -151,7 +151,14 @@ def load_inputs(config: Config, device: torch.device, dtype: torch.dtype) -> Inp
 
 
 def check_kernels(c: ModelConfig, device: torch.device, dtype: torch.dtype, *, strict: bool) -> None:
-    """See that no result depends on the batch, on this model's shapes; a ValueError if one does. The torch path is never used without."""
+    """See that the kernels take this model, and that no result depends on the batch on its shapes; a ValueError if not.
+
+    The torch path is never used without.
+    """
+    step, widest = (16, 256) if device.type == "cuda" else (8, 1 << 16)
+    if c.head_dim % step or c.head_dim > widest:
+        supported = f"supported: multiples of {step} up to {widest}"
+        raise ValueError(f"attention: head size {c.head_dim} is not supported on {device.type}; {supported}")
     if strict or (device.type == "cpu" and cpu.implementation() == "torch"):
         matrices = {shape for shape in hf.expected_shapes(c).values() if len(shape) == 2}
         cpu.self_test(sorted(matrices), c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size, device, dtype)

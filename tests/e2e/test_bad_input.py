@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -16,10 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from harness import Job, sentence
 from safetensors.torch import load_file, save_file
 
 from miles_core.assets import TINY
+from miles_core.model import hf
+from rollout import check_kernels
 
 SMALL = ("--prompts-per-step", 2, "--samples-per-prompt", 4, "--eval-prompts", 2, "--run-dir", "run")
 ENDLESS = (*SMALL, "--steps", 100000, "--save-every", 0)
@@ -45,6 +49,8 @@ def refused(cwd: Path, *arguments: object, **kwargs: object) -> str:
         (["--rollout-ranks-per-node", 1], {}, "--rollout-ranks-per-node 1 leaves no training rank among the 1 of a node: use 0"),
         (["--max-new-tokens", 1024], {}, "--max-new-tokens must leave room for a prompt in --max-context 1024"),
         (["--max-new-tokens", 4096, "--max-context", 9000], {}, "4096 leaves no room for a prompt: --model tiny takes 4096"),
+        (["--device", "cpu", "--dtype", "bfloat16"], {}, "--dtype bfloat16 needs a GPU: the CPU kernels compute in float32"),
+        (["--device", "cuda"], {"CUDA_VISIBLE_DEVICES": ""}, "--device cuda: torch sees no CUDA device here"),
         (["--micro-batch-tokens", 100], {}, "--micro-batch-tokens 100 cannot hold one sample of --max-context 1024"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else "",
@@ -56,6 +62,12 @@ def test_flags(tmp_path: Path, arguments: list, environment: dict[str, str], sai
 
 def test_every_rank_of_a_torchrun_has_the_mistake_and_one_says_it(tmp_path: Path) -> None:
     assert refused(tmp_path, "--stepz", 2, ranks=2) == "unknown flag --stepz; did you mean --steps?"
+
+
+def test_head_size_that_no_kernel_takes() -> None:
+    config = dataclasses.replace(hf.load_config(TINY), head_dim=20)
+    with pytest.raises(ValueError, match="attention: head size 20 is not supported on cpu; supported: multiples of 8"):
+        check_kernels(config, torch.device("cpu"), torch.float32, strict=False)
 
 
 # ---- model directories --------------------------------------------------------------------------------------------------------------

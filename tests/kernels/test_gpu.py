@@ -1,6 +1,6 @@
 """What needs a GPU: the compiled kernels do not depend on the batch, and sampler and trainer agree to the bit through a whole run.
 
-    launch/test.sh -m gpu
+    launch/test.sh -m gpu          (or pytest tests/kernels/test_gpu.py -m gpu)
 """
 
 import json
