@@ -246,7 +246,7 @@ class Receiver:
                 found[part.index] = self._fetch(buffer, part, target[part.start : part.stop])
             if landing is not parameter:
                 parameter.data.copy_(landing)
-            torch.autograd.graph.increment_version(parameters[name])  # numpy wrote it: tell whoever keeps something derived from it
+            torch.autograd.graph.increment_version(parameter)  # numpy wrote it: tell whoever keeps something derived from it
         deadline = time.monotonic() + self.timeout_s
         while self.board.header[COMPLETE] < number:
             self._sleep_until(deadline, f"the digests of version {version}")

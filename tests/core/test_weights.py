@@ -70,6 +70,16 @@ def test_what_is_published_arrives_bit_for_bit_and_once() -> None:
         assert node.readers[0].poll() is None and node.readers[0].receive(model.items()) is None
 
 
+def test_a_board_of_bfloat16_halves_the_bytes_and_rounds_once() -> None:
+    plan = Plan(SHAPES, 1024, "bfloat16")
+    assert sum(part.stop - part.start for parts in plan.parts.values() for part in parts) == sum(2 * t.numel() for t in make(0).values())
+    board = Board.create(plan, [4], "shm")
+    Publisher(board, 5.0).publish(3, make(3).items())
+    model = {name: tensor.bfloat16() for name, tensor in blank().items()}
+    assert Receiver(Board.attach(board.segment.path), 4, 5.0).receive(model.items()) == 3
+    assert same(model, {name: tensor.bfloat16() for name, tensor in make(3).items()})
+
+
 def test_special_values_keep_their_bits() -> None:
     node, model = Node(), blank()
     tensors = make(0)
