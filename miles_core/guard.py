@@ -37,15 +37,24 @@ def die_with_parent(with_signal: signal.Signals) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
+def _interrupt(*_: object) -> None:
+    """Ctrl-C. Asks again every second until `run` has heard it: library code that clears exceptions now and then clears this one too."""
+    signal.signal(signal.SIGALRM, _interrupt)
+    signal.alarm(1)
+    raise KeyboardInterrupt
+
+
 def run(main: Callable[[], None]) -> NoReturn:
     """Run `main` and exit. Leaves by `os._exit` after a failure, so that no destructor waits for a lost peer."""
     rank = int(os.environ.get("RANK", 0))
     code = 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGTERM)  # torchrun puts each rank into a session of its own, so nothing else would end it
+    signal.signal(signal.SIGINT, _interrupt)
     try:
         main()
     except KeyboardInterrupt:
+        signal.alarm(0)
         print(f"rank {rank}: interrupted", file=sys.stderr)
         code = 130
     except ValueError as error:
