@@ -184,11 +184,15 @@ def write_group(group: list[Trajectory], buffer: memoryview) -> int:
         arrays = [np.ascontiguousarray(array, f.dtype) for array, f in zip(_get_arrays(t), ARRAYS, strict=True)]
         scalars = np.array((*_get_scalars(t), *map(len, arrays)), _SCALAR_DTYPE)
         for array in (scalars, *arrays):
-            buffer[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8).data
+            source = array.reshape(-1).view(np.uint8).data
+            for start in range(0, len(source), BLOCK):
+                piece = source[start : start + BLOCK]
+                stop = offset + start + len(piece)
+                buffer[offset + start : stop] = piece
+                if stop - digested >= BLOCK:  # while it is in cache
+                    state.update(buffer[digested:stop])
+                    digested = stop
             offset += _aligned(array.nbytes)
-            if offset - digested >= BLOCK:  # while it is in cache
-                state.update(buffer[digested:offset])
-                digested = offset
     state.update(buffer[digested:offset])
     return signed(state.intdigest())
 
