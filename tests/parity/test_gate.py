@@ -195,6 +195,16 @@ def unaligned_one(q_QNH: torch.Tensor, k_JKH: torch.Tensor, v_JKH: torch.Tensor,
     return torch.stack(out)
 
 
+def shared_top_one(q_QNH: torch.Tensor, k_JKH: torch.Tensor, v_JKH: torch.Tensor, scale: float) -> torch.Tensor:
+    """Sound but for one thing: every query subtracts the largest score of the whole chunk, not its own."""
+    group, first = q_QNH.shape[1] // k_JKH.shape[1], len(k_JKH) - len(q_QNH)
+    k_JNH, v_JNH = (x.repeat_interleave(group, 1) for x in (k_JKH, v_JKH))
+    scores = [(k_JNH[: first + i + 1] * q_NH * scale).sum(-1).T for i, q_NH in enumerate(q_QNH)]
+    top = max(float(score_NJ.max()) for score_NJ in scores)
+    weights = [(score_NJ - top).exp() for score_NJ in scores]
+    return torch.stack([(w_NJ.T[..., None] * v_JNH[: w_NJ.shape[1]]).sum(0) / w_NJ.sum(1, keepdim=True) for w_NJ in weights])
+
+
 def sdpa(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagedAttend, "__call__", paged_by(sdpa_one))
     patch.setattr(PackedAttend, "__call__", packed_by(sdpa_one))
@@ -206,7 +216,12 @@ def unaligned_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def softmax_of_the_batch(patch: pytest.MonkeyPatch) -> None:
-    """The final norm divides by a power of the largest value of the whole batch and multiplies it back: exact in real numbers only."""
+    patch.setattr(PagedAttend, "__call__", paged_by(shared_top_one))
+    patch.setattr(PackedAttend, "__call__", packed_by(shared_top_one))
+
+
+def norm_of_the_batch(patch: pytest.MonkeyPatch) -> None:
+    """Every norm is multiplied by the largest value of the whole batch and divided by it again: exact in real numbers only."""
     norm = transformer.rmsnorm
 
     def shifted(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -218,7 +233,7 @@ def softmax_of_the_batch(patch: pytest.MonkeyPatch) -> None:
 
 MUTANTS = {
     torch_linear: ("proj", "head"), torch_silu: ("swiglu",), sdpa: ("attention",), unaligned_blocks: ("attention",),
-    softmax_of_the_batch: ("norm",),
+    softmax_of_the_batch: ("attention",), norm_of_the_batch: ("norm",),
 }  # fmt: skip
 
 
