@@ -103,7 +103,7 @@ class Trajectory:
 
     def check(self) -> None:
         """Assert that the arrays agree with each other."""
-        num_tokens, num_sampled = len(self.tokens), int(np.count_nonzero(self.loss_mask.view(np.bool_)))
+        num_tokens, num_sampled = len(self.tokens), int(np.count_nonzero(self.loss_mask != 0))
         lengths = {f.name: len(getattr(self, f.name)) for f in ARRAYS if f.shape == "T"}
         assert set(lengths.values()) == {num_tokens}, f"per-token fields differ in length: {lengths}"
         assert int(self.version[:, 1].sum()) == num_sampled, (self.version, num_sampled)

@@ -200,7 +200,7 @@ def shared_top_one(q_QNH: torch.Tensor, k_JKH: torch.Tensor, v_JKH: torch.Tensor
     group, first = q_QNH.shape[1] // k_JKH.shape[1], len(k_JKH) - len(q_QNH)
     k_JNH, v_JNH = (x.repeat_interleave(group, 1) for x in (k_JKH, v_JKH))
     scores = [(k_JNH[: first + i + 1] * q_NH * scale).sum(-1).T for i, q_NH in enumerate(q_QNH)]
-    top = max(float(score_NJ.max()) for score_NJ in scores)
+    top = max(float(score_NJ.detach().max()) for score_NJ in scores)
     weights = [(score_NJ - top).exp() for score_NJ in scores]
     return torch.stack([(w_NJ.T[..., None] * v_JNH[: w_NJ.shape[1]]).sum(0) / w_NJ.sum(1, keepdim=True) for w_NJ in weights])
 
