@@ -26,6 +26,7 @@ from miles_core.config import Config, parse_args
 from miles_core.engine.engine import Completion, Engine, Request, SamplingParams
 from miles_core.metrics import Mean, Metric, merge
 from miles_core.model import hf
+from miles_core.model.layers import named_weights
 from miles_core.model.transformer import ModelConfig, Transformer
 from miles_core.ring import Claim, Ring
 from miles_core.schema import VERDICTS, Prompt
@@ -78,7 +79,7 @@ class Rollout:
 
     def refresh(self, min_version: int | None = None) -> None:
         """Load the newest published weights if they are new; with `min_version`, wait until at least that version is there."""
-        version = self.weights.receive(self.engine.model.named_parameters(), min_version)
+        version = self.weights.receive(named_weights(self.engine.model), min_version)
         if version is not None:
             self.engine.set_version(version, self.config.on_update)
             self.ring.set_live(self.index, version)
@@ -237,7 +238,7 @@ def main() -> None:
     device, dtype = numerics.choose(config.device, config.dtype, layout.local_rank)
     topo = Topology(layout, device, dtype, config.timeout)
     inputs = load_inputs(config, device, dtype)
-    engine = make_engine(config, inputs, hf.load(inputs.model_dir).to(device, dtype), max(1, config.eval_prompts))
+    engine = make_engine(config, inputs, hf.load(inputs.model_dir, device, dtype), max(1, config.eval_prompts))
     if config.generate:
         prompt = tasks.user_prompt(config.generate, inputs.tokenizer)
         print(engine.generate([Request(EVAL_GROUP, 0, prompt, sampling_params(config, inputs))])[0].text)

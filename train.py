@@ -190,7 +190,7 @@ class Trainer:
         self.started, self.blocked_s = time.perf_counter(), 0.0
 
     def _load(self, model_dir: Path) -> Transformer:
-        model = hf.load(model_dir).to(self.topo.device)
+        model = hf.load(model_dir, self.topo.device)
         parallel.shard(model, self.topo.train_mesh, self.topo.dtype, reshard_after_forward=self.config.reshard_after_forward)
         return model
 

@@ -84,7 +84,8 @@ class Optimizer:
         total_steps: int,
     ):
         # By name, once and for all: while FSDP2 has weights gathered, the model shows other tensors than those that are optimised.
-        self.parameters, self.max_grad_norm = dict(model.named_parameters()), max_grad_norm
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.max_grad_norm = max_grad_norm
         self._schedule = {"peak": lr, "schedule": schedule, "warmup_steps": warmup_steps, "total_steps": total_steps}
         groups = [
             {"params": [p for p in self.parameters.values() if p.ndim >= 2], "weight_decay": weight_decay},

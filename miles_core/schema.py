@@ -44,6 +44,9 @@ FIELDS = (
     Field("temperature", "float32", "scalar"),  # the distribution that was sampled from ...
     Field("top_p", "float32", "scalar"),
     Field("top_k", "int32", "scalar"),  # ... 0 = off
+    Field("route_owner", "int32", "scalar"),  # rank that holds the recorded routes (routing.py), or NO_OWNER
+    Field("route_bytes", "int64", "scalar"),
+    Field("route_digest", "int64", "scalar"),
     Field("tokens", "int32", "T"),
     Field("loss_mask", "uint8", "T"),  # 1 exactly on sampled tokens
     Field("logp_roll", "float32", "T"),  # sampler's log-prob; 0 where loss_mask is 0
@@ -54,6 +57,7 @@ SCALARS = tuple(f for f in FIELDS if f.shape == "scalar")
 ARRAYS = tuple(f for f in FIELDS if f.shape != "scalar")
 VERDICTS = ("ok", "timeout", "infra_error", "no_verdict")
 FINISH_REASONS = ("stop", "length")
+NO_OWNER = -1
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,9 @@ class Trajectory:
     reward: float = 0.0
     verdict: int = 0
     advantage: float = 0.0
+    route_owner: int = NO_OWNER
+    route_bytes: int = 0
+    route_digest: int = 0
 
     @property
     def version_M(self) -> np.ndarray:
@@ -134,6 +141,8 @@ class Batch:
     ids_S2: torch.Tensor  # int64 [S, 2], group and sample of each sequence
     logp_prox_M: torch.Tensor | None = None  # float32, trainer at step start (decoupled loss)
     logp_ref_M: torch.Tensor | None = None  # float32, frozen reference (KL)
+    routes_TLK: torch.Tensor | None = None  # uint8 or int16, recorded experts of every token in every MoE layer (routing.py)
+    routed_T: torch.Tensor | None = None  # bool, whether a token's row was recorded
 
     def to(self, device: torch.device) -> Batch:
         """The batch on another device."""

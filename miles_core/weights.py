@@ -2,7 +2,7 @@
 
     board = Board.create(Plan.of(model), reader_ranks, "shm")            # node leader; board.segment.path goes to the readers
     publisher.publish(version, full_tensors(model))                      # every training rank
-    version = receiver.receive(model.named_parameters())                 # rollout rank, between two decode steps; None: nothing new
+    version = receiver.receive(named_weights(model))                     # rollout rank, between two decode steps; None: nothing new
 
 The board is a piece of shared memory, one a node:
 
@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 
 from miles_core.digest import copy_and_digest
+from miles_core.model.layers import named_weights
 from miles_core.shm import Segment
 
 BUCKET_BYTES = 32 << 20
@@ -63,21 +64,23 @@ class Part(NamedTuple):
 
 
 class Plan:
-    """Where each byte of a publication stands: tensors of one dtype in order, each part at a multiple of 64 bytes.
+    """Where each byte of a publication stands: tensors in order, each part at a multiple of 64 bytes.
 
-    `shapes` {name: shape}; `dtype` "float32" or "bfloat16"; `parts` {name: [Part]}; `buckets` [(start, stop)]: what one broadcast carries,
+    `shapes` {name: shape}; `dtype` "float32" or "bfloat16", but float32 for the names in `wide`; `parts` {name: [Part]}; `buckets` [(start, stop)]: what one broadcast carries,
     at most `bucket_bytes`.
     """
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], bucket_bytes: int = BUCKET_BYTES, dtype: str = "float32"):
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int]], bucket_bytes: int = BUCKET_BYTES, dtype: str = "float32", wide: Sequence[str] = ()
+    ):  # fmt: skip
         assert bucket_bytes % _ALIGN == 0, bucket_bytes
-        self.dtype = dtype
+        self.dtype, self.wide = dtype, list(wide)
         self.shapes, self.bucket_bytes = {name: tuple(shape) for name, shape in shapes.items()}, bucket_bytes
         self.parts: dict[str, list[Part]] = {name: [] for name in shapes}
         self.buckets = [(0, 0)]
         self.nbytes = self.num_parts = 0
         for name, shape in self.shapes.items():
-            size = getattr(torch, dtype).itemsize * int(np.prod(shape, dtype=np.int64))
+            size = self.dtype_of(name).itemsize * int(np.prod(shape, dtype=np.int64))
             for start in range(0, size, bucket_bytes):
                 self.parts[name].append(self._place(start, min(start + bucket_bytes, size)))
 
@@ -91,9 +94,14 @@ class Plan:
         self.nbytes = _aligned(part.end, _ALIGN)
         return part
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self.wide else getattr(torch, self.dtype)
+
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype = torch.float32) -> Plan:
-        return cls({name: p.shape for name, p in model.named_parameters()}, dtype=str(dtype).removeprefix("torch."))
+        """Parameters in `dtype`; what is no parameter (a router's correction bias) stays float32."""
+        wide = [name for name, _ in model.named_buffers()]
+        return cls({n: w.shape for n, w in named_weights(model)}, dtype=str(dtype).removeprefix("torch."), wide=wide)
 
 
 class Board:
@@ -116,7 +124,7 @@ class Board:
     @classmethod
     def create(cls, plan: Plan, reader_ranks: Sequence[int], transport: str) -> Board:
         """`reader_ranks`: global ranks that roll out on this node. `transport`: "shm" or "broadcast"."""
-        text = json.dumps({"shapes": plan.shapes, "bucket_bytes": plan.bucket_bytes, "dtype": plan.dtype}).encode()
+        text = json.dumps({"shapes": plan.shapes, "bucket_bytes": plan.bucket_bytes, "dtype": plan.dtype, "wide": plan.wide}).encode()
         plan_at = 8 * _ROW * (1 + len(reader_ranks))
         payload_at = _aligned(_aligned(plan_at + len(text), _ALIGN) + 2 * 8 * plan.num_parts, _PAGE)
         has_payload = {"shm": True, "broadcast": False}[transport]
@@ -163,7 +171,7 @@ class Publisher:
             expected, given = next(planned, None), (name, tuple(tensor.shape))
             if given != expected:
                 raise RuntimeError(f"publishing version {version}: got tensor {given}, but {expected} comes next in the plan")
-            tensor = tensor.detach().to("cpu", getattr(torch, plan.dtype))
+            tensor = tensor.detach().to("cpu", plan.dtype_of(name))
             source = _bytes(tensor)
             for part in plan.parts[name]:
                 self.board.digests[buffer, part.index] = self._send(buffer, part, source[part.start : part.stop])
@@ -207,7 +215,7 @@ class Receiver:
         number = self._newest()
         return int(self.board.header[VERSION + number % 2]) if number > self.ack[ACK_NUMBER] else None
 
-    def receive(self, named_parameters: Named, min_version: int | None = None) -> int | None:
+    def receive(self, named: Named, min_version: int | None = None) -> int | None:
         """Copy new weights into the parameters: the newest, or by broadcast the next. Returns their version, or None: nothing new.
 
         With `min_version` it goes on until that version, or a later one, is loaded. Raises TimeoutError when none comes, and RuntimeError
@@ -219,7 +227,7 @@ class Receiver:
         while True:
             number, newest = int(self.ack[ACK_NUMBER]), self._newest()
             if newest > number:
-                parameters = parameters or dict(named_parameters)
+                parameters = parameters or dict(named)
                 self._load(number + 1 if self.pipe else newest, parameters)
                 if min_version is None or self.version >= min_version:
                     return self.version
@@ -240,7 +248,7 @@ class Receiver:
         for name, parts in plan.parts.items():
             parameter = parameters[name]
             landing = parameter if parameter.is_cpu else torch.empty_like(parameter, device="cpu")
-            assert str(parameter.dtype).endswith(plan.dtype), (name, parameter.dtype, plan.dtype)
+            assert parameter.dtype is plan.dtype_of(name), (name, parameter.dtype, plan.dtype)
             target = _bytes(landing)
             for part in parts:
                 found[part.index] = self._fetch(buffer, part, target[part.start : part.stop])

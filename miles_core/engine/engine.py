@@ -9,7 +9,7 @@
 A step is one forward that mixes decode and prefill rows. Tokens and log-probs do not depend on what else is in the batch, on chunking,
 cache hits or preemption: the ops are batch-invariant, and the noise is a function of (seed, group, sample, position).
 
-Legend: S sequences in a forward, T tokens in it, B pages of a sequence, M sampled rows, V vocabulary.
+Legend: S sequences in a forward, T tokens in it, B pages of a sequence, M sampled rows, V vocabulary, R recorded tokens, L MoE layers, K slots.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from miles_core.engine.sequence import Completion, Counters, Request, SamplingPa
 from miles_core.model.attend import PagedAttend
 from miles_core.model.hf import Tokenizer
 from miles_core.model.transformer import Transformer
+from miles_core.routing import RoutePages, encode
 from miles_core.schema import FINISH_REASONS, Trajectory
 
 __all__ = ["Completion", "Engine", "Request", "SamplingParams"]
@@ -35,7 +36,8 @@ class Engine:
     """Continuous batching over a paged KV cache of `num_pages` x PAGE tokens.
 
     max_batch_tokens: tokens of one forward. max_sequences: sequences that run at once; any number may wait. The tokenizer is needed for
-    stop strings and `Completion.text` only. `version` is that of the weights in `model` now.
+    stop strings and `Completion.text` only. `version` is that of the weights in `model` now. routing_replay, for a mixture of experts: "on"
+    records which experts each token visits, and lets a token that is computed again visit the same; "record" only records; "off" neither.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Engine:
         max_batch_tokens: int,
         max_sequences: int,
         version: int = 0,
+        routing_replay: str = "off",
     ):
         for name, value in (("num_pages", num_pages), ("max_batch_tokens", max_batch_tokens), ("max_sequences", max_sequences)):
             if value < 1:
@@ -62,7 +65,13 @@ class Engine:
         # the last sampled token needs no page
         self.table = Table(max_sequences, min(self.max_context, num_pages * PAGE + 1))
         self.pool = PagePool(num_pages)
-        self.scheduler = Scheduler(self.table, self.pool, max_batch_tokens, self.counters, version)
+        assert routing_replay in ("on", "record", "off"), routing_replay
+        recorded = config.moe is not None and routing_replay != "off"
+        self.routes = RoutePages(num_pages, config.moe, self.device) if recorded else None
+        self.scheduler = Scheduler(
+            self.table, self.pool, max_batch_tokens, self.counters, version,
+            keep_rows=recorded, replay_rows=recorded and routing_replay == "on",
+        )  # fmt: skip
         self.cache = allocate_cache(config.num_layers, num_pages, config.num_kv_heads, config.head_dim, self.device, weight.dtype)
         self._added = 0
         model.pack_weights()
@@ -111,6 +120,7 @@ class Engine:
     def step(self) -> list[Completion]:
         """One forward. Returns the answers that ended in it, none when nothing is unfinished."""
         plan = self.scheduler.schedule()
+        self._save_rows()
         if not len(plan.lanes):
             return []
         self._prepare_pages(plan)
@@ -150,6 +160,26 @@ class Engine:
             self.cache.k.index_fill_(1, pages, 0)
             self.cache.v.index_fill_(1, pages, 0)
         self._copy(plan.copies)
+        for sequence, lane, start in plan.restores:
+            slots = self._slots(self.table.pages[lane], np.arange(start, sequence.reached))
+            self.routes.rows_PLK[slots] = sequence.rows_RLK[start:]
+
+    def _slots(self, pages: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """Where these positions of a sequence with these pages stand in the cache."""
+        return self._tensor(pages[positions // PAGE].astype(np.int64) * PAGE + positions % PAGE)
+
+    def _save_rows(self) -> None:
+        """Take the routes of sequences that lost their pages out of them, before these are written to."""
+        for sequence, pages, reached in self.scheduler.saves:
+            sequence.rows_RLK = self._rows(sequence, pages, reached)
+        self.scheduler.saves.clear()
+
+    def _rows(self, sequence: Sequence, pages: np.ndarray, reached: int) -> torch.Tensor:
+        """The routes of its first `reached` tokens: as first decided, if they were saved once; else from its pages."""
+        saved = sequence.rows_RLK
+        start = 0 if saved is None else len(saved)
+        rows_RLK = self.routes.rows_PLK[self._slots(pages, np.arange(start, reached))]
+        return rows_RLK if saved is None else torch.cat([saved, rows_RLK])
 
     def _copy(self, copies: list[Copy]) -> None:
         """Copy the tails of prompts, all copies of one page at once."""
@@ -159,6 +189,8 @@ class Engine:
         for (source, count), pages in targets.items():
             self.cache.k[:, pages, :, :, :count] = self.cache.k[:, source, None, :, :, :count]
             self.cache.v[:, pages, :, :count] = self.cache.v[:, source, None, :, :count]
+            if self.routes is not None:
+                self.routes.copy(source, pages, count)
 
     def _forward(self, plan: Plan) -> tuple[np.ndarray, torch.Tensor]:
         """Compute the plan's tokens. Returns the lanes that get a token now [M], and their logits [M, V]."""
@@ -184,8 +216,15 @@ class Engine:
             self._tensor(slots_T),
             self.scale,
         )
+        forced_T = positions_T < table.reached[lanes_T] if self.scheduler.replay_rows else None
         tokens_T, positions_T, rows_M = (self._tensor(x) for x in (table.tokens[lanes_T, positions_T], positions_T, rows_M))
-        return lanes_M, self.model(tokens_T, positions_T, attend, rows_M)
+        if self.routes is None:
+            return lanes_M, self.model(tokens_T, positions_T, attend, rows_M)
+        forced = self._tensor(forced_T) if forced_T is not None and forced_T.any() else None
+        recorder = self.routes.recorder(attend.slots_T, forced)
+        logits_MV = self.model(tokens_T, positions_T, attend, rows_M, route=recorder)
+        recorder.finish()
+        return lanes_M, logits_MV
 
     def _append(self, lanes_M: np.ndarray, tokens_M: np.ndarray, logp_M: np.ndarray) -> list[Completion]:
         table = self.table
@@ -218,8 +257,13 @@ class Engine:
             top_p=params.top_p,
             top_k=params.top_k,
         )
+        routes = None
+        if self.routes is not None:  # the last token was never computed, so it has no row
+            recorded = np.arange(len(sequence.tokens)) < sequence.reached
+            routes = encode(self._rows(sequence, self.table.pages[lane], sequence.reached), recorded)
         text = self.tokenizer.decode(sequence.tokens[prompt:].tolist(), skip_special_tokens=True) if self.tokenizer else ""
-        return Completion(sequence.number, trajectory, sequence.stop_strings.cut(text) if sequence.stop_strings else text)
+        text = sequence.stop_strings.cut(text) if sequence.stop_strings else text
+        return Completion(sequence.number, trajectory, text, routes)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

@@ -37,6 +37,22 @@ class Copy(NamedTuple):
     count: int
 
 
+class Save(NamedTuple):
+    """The routes of the first `reached` tokens of a sequence stand in `pages` that it has just given back."""
+
+    sequence: Sequence
+    pages: np.ndarray
+    reached: int
+
+
+class Restore(NamedTuple):
+    """The routes that a sequence has already go to its new pages, from position `start` on."""
+
+    sequence: Sequence
+    lane: int
+    start: int
+
+
 class Fork(NamedTuple):
     """`lane` samples its first token from the row of `leader`'s last prompt token, and gets a copy of its prompt's tail afterwards."""
 
@@ -49,21 +65,31 @@ class Fork(NamedTuple):
 class Plan:
     """One forward: `counts` tokens of each of `lanes` (int64 [S]), starting at the first one not computed.
 
-    Before it, `new_pages` are cleared and `copies` made; after it, `forks`.
+    Before it, `new_pages` are cleared and `copies` and `restores` made; after it, `forks`.
     """
 
     lanes: np.ndarray
     counts: np.ndarray
     new_pages: list[int] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    restores: list[Restore] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
 
 
 class Scheduler:
-    """Waiting and running sequences. `schedule`, then the forward, then `complete`; `leave` for those that ended."""
+    """Waiting and running sequences. `schedule`, then the forward, then `complete`; `leave` for those that ended.
 
-    def __init__(self, table: Table, pool: PagePool, max_batch_tokens: int, counters: Counters, version: int):
+    With `keep_rows` the routes of a sequence that must wait are saved (`saves`, to be carried out before anything is written to a page) and
+    restored. With `replay_rows` too they decide again when it is prefilled again, so that its keys and values depend on when they were made.
+    """
+
+    def __init__(
+        self, table: Table, pool: PagePool, max_batch_tokens: int, counters: Counters, version: int,
+        *, keep_rows: bool = False, replay_rows: bool = False,
+    ):  # fmt: skip
         self.table, self.pool, self.max_batch_tokens, self.counters, self.version = table, pool, max_batch_tokens, counters, version
+        self.keep_rows, self.replay_rows = keep_rows, replay_rows
+        self.saves: list[Save] = []
         self.waiting: list[Sequence] = []  # by number
         self.running: list[int] = []  # lanes, by number
         self.free_lanes = list(range(table.lanes))[::-1]
@@ -72,7 +98,24 @@ class Scheduler:
         self.plan = Plan(np.empty(0, np.int64), np.empty(0, np.int64))
 
     def add(self, sequence: Sequence) -> None:
+        sequence.key = self._key(sequence)
         self.waiting.append(sequence)
+
+    def identity(self, tokens: np.ndarray, row_version: np.ndarray | None, reached: int) -> np.ndarray:
+        """int64 [T]: what keys and values are a function of, under given weights: the tokens and, where rows are replayed, who routed each.
+
+        Rows that are not there yet will be of the current version.
+        """
+        if not self.replay_rows:
+            return tokens
+        versions = np.full(len(tokens), self.version, np.int64)
+        if row_version is not None:
+            versions[:reached] = row_version[:reached]
+        return tokens | versions << 32
+
+    def _key(self, sequence: Sequence) -> bytes:
+        prompt = sequence.prompt
+        return self.identity(sequence.tokens[:prompt], sequence.row_version, min(sequence.reached, prompt)).tobytes()
 
     def schedule(self) -> Plan:
         """Choose the next forward. Empty only when there is nothing left to do."""
@@ -95,6 +138,8 @@ class Scheduler:
         table, lanes = self.table, self.plan.lanes
         before, prompt, reached = table.computed[lanes], table.prompt[lanes], table.reached[lanes]
         after = before + self.plan.counts
+        if self.replay_rows:
+            self._date_rows(lanes, np.maximum(before, reached), after)
         self.counters.prompt_tokens_computed += int(np.maximum(np.minimum(after, prompt) - np.maximum(before, reached), 0).sum())
         self.counters.tokens_recomputed += int(np.maximum(np.minimum(after, reached) - before, 0).sum())
         table.computed[lanes] = after
@@ -122,11 +167,25 @@ class Scheduler:
         self.version = version
         self.pool.forget()
         self.leaders.clear()
+        if self.replay_rows:
+            for sequence in self.waiting:
+                sequence.key = self._key(sequence)
         if recompute:
             for lane in self.running[::-1]:
                 self._wait_again(lane)
         else:
             self.table.kv_version[self.running] = MIXED
+
+    def _date_rows(self, lanes: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
+        """Note which weights have routed the tokens start .. stop - 1 of each lane."""
+        table = self.table
+        one = stop - start == 1
+        table.row_version[lanes[one], start[one]] = self.version
+        for lane, first, last in zip(lanes[~one].tolist(), start[~one].tolist(), stop[~one].tolist(), strict=True):
+            table.row_version[lane, first:last] = self.version
+        mixed = table.kv_version[lanes] == MIXED  # routed on keys and values of several versions: equal to no other sequence's
+        for lane, first, last in zip(lanes[mixed].tolist(), start[mixed].tolist(), stop[mixed].tolist(), strict=True):
+            table.row_version[lane, first:last] = -1 - table.sequences[lane].number
 
     def _chunk(self, lane: int, budget: int, counts: dict[int, int]) -> int:
         count = min(budget, int(self.table.length[lane] - self.table.computed[lane]))
@@ -169,7 +228,8 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> int | None:
         """Bring a waiting sequence in, on whatever the tree has of it. Returns its lane, None when there are not enough pages."""
         pool, length = self.pool, len(sequence.tokens)
-        pages, source, count = pool.match(self.version, sequence.tokens, sequence.prompt)
+        identity = self.identity(sequence.tokens, sequence.row_version, sequence.reached)
+        pages, source, count = pool.match(self.version, identity, sequence.prompt)
         new = -(-length // PAGE) - len(pages)
         pool.share(pages)
         spare = pool.available - new - self.reserve
@@ -206,6 +266,9 @@ class Scheduler:
         """Put a sequence with its pages into a free lane."""
         table, lane = self.table, self.free_lanes.pop()
         table.load(lane, sequence)
+        table.row_version[lane, sequence.reached : computed] = self.version  # as `identity` says of what was found in the tree
+        if self.replay_rows and computed < sequence.reached:
+            self.plan.restores.append(Restore(sequence, lane, computed))
         self._set_pages(lane, pages, 0)
         table.shared[lane], table.computed[lane], table.kv_version[lane] = 0, computed, self.version
         table.reached[lane] = max(computed, sequence.reached)
@@ -233,8 +296,9 @@ class Scheduler:
         table, pool = self.table, self.pool
         if table.kv_version[lane] != self.version:
             return
-        tokens, pages = table.tokens[lane], table.pages[lane]
-        full = int(table.computed[lane]) // PAGE
+        computed, pages = int(table.computed[lane]), table.pages[lane]
+        tokens = self.identity(table.tokens[lane, :computed], table.row_version[lane], computed)
+        full = computed // PAGE
         for i in range(int(table.shared[lane]), full):
             page, parent = int(pages[i]), int(pages[i - 1]) if i else ROOT
             known = pool.insert(Key(self.version, parent, tokens[i * PAGE : (i + 1) * PAGE].tobytes()), page)
@@ -248,7 +312,8 @@ class Scheduler:
         table = self.table
         whole, tail = divmod(int(table.prompt[lane]), PAGE)
         if tail and table.kv_version[lane] == self.version:
-            pages, tokens = table.pages[lane], table.tokens[lane, whole * PAGE : whole * PAGE + tail]
+            pages, stop = table.pages[lane], whole * PAGE + tail
+            tokens = self.identity(table.tokens[lane, :stop], table.row_version[lane], stop)[whole * PAGE :]
             self.pool.insert(Key(self.version, int(pages[whole - 1]) if whole else ROOT, tokens.tobytes()), int(pages[whole]))
 
     def _stop_leading(self, lane: int) -> None:
@@ -257,4 +322,9 @@ class Scheduler:
             del self.leaders[key]
 
     def _wait_again(self, lane: int) -> None:
-        bisect.insort(self.waiting, self.leave(lane), key=lambda sequence: sequence.number)
+        pages = self.table.pages[lane, : self.table.num_pages[lane]].copy()
+        sequence = self.leave(lane)
+        if self.keep_rows and sequence.reached:
+            self.saves.append(Save(sequence, pages, sequence.reached))
+        sequence.key = self._key(sequence)
+        bisect.insort(self.waiting, sequence, key=lambda sequence: sequence.number)

@@ -17,6 +17,8 @@ from kernels.attention import PAGE
 from miles_core.schema import Trajectory
 
 if TYPE_CHECKING:
+    import torch
+
     from miles_core.engine.sampler import StopStrings
 
 MIXED = -1  # a lane whose KV comes from several versions
@@ -61,18 +63,20 @@ class Sequence:
 
     request: Request
     number: int  # order of arrival
-    key: bytes  # the prompt: siblings have equal keys
     tokens: np.ndarray  # int64 [T]
     logp: np.ndarray  # float32 [T], 0 in the prompt
     version: np.ndarray  # int32 [T]
     reached: int = 0  # tokens whose KV has ever been computed or shared
     cached: int = -1  # prompt tokens it never had to compute; -1 until it first runs
     stop_strings: StopStrings | None = None
+    key: bytes = b""  # the prompt: siblings have equal keys (see Scheduler.identity)
+    row_version: np.ndarray | None = None  # int32 [T], the weights that routed each of the first `reached` tokens
+    rows_RLK: torch.Tensor | None = None  # their routes, saved when it left its pages
 
     @classmethod
     def of(cls, request: Request, number: int) -> Sequence:
         tokens = request.tokens.astype(np.int64)
-        return cls(request, number, tokens.tobytes(), tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
+        return cls(request, number, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
 
     @property
     def prompt(self) -> int:
@@ -96,6 +100,7 @@ class Completion:
     number: int  # as returned by Engine.add
     trajectory: Trajectory
     text: str
+    routes: torch.Tensor | None = None  # uint8, its recorded rows: see routing.encode
 
 
 @dataclass
@@ -112,7 +117,7 @@ class Counters:
 
 @dataclass
 class Table:
-    """Running sequences, one lane each. Columns are numpy arrays [R]; `tokens`, `logp`, `version` are [R, T] and `pages` is [R, B]."""
+    """Running sequences, one lane each. Columns are numpy arrays [R]; `tokens`, `logp`, `version`, `row_version` are [R, T], `pages` [R, B]."""
 
     lanes: int
     max_tokens: int
@@ -123,6 +128,7 @@ class Table:
         shape = (self.lanes, self.max_tokens)
         self.sequences = [None] * self.lanes
         self.tokens, self.logp, self.version = np.zeros(shape, np.int64), np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+        self.row_version = np.zeros(shape, np.int32)
         self.pages = np.zeros((self.lanes, -(-self.max_tokens // PAGE)), np.int32)
         self.num_pages = np.zeros(self.lanes, np.int64)  # of `pages`, how many it holds
         self.shared = np.zeros(self.lanes, np.int64)  # of these, how many stand in the prefix tree
@@ -146,6 +152,8 @@ class Table:
         self.tokens[lane, :length], self.logp[lane, :length], self.version[lane, :length] = sequence.tokens, sequence.logp, sequence.version
         self.length[lane], self.prompt[lane], self.limit[lane] = length, sequence.prompt, sequence.limit
         self.reached[lane] = sequence.reached
+        if sequence.row_version is not None:
+            self.row_version[lane, : sequence.reached] = sequence.row_version[: sequence.reached]
         self.group[lane], self.sample[lane] = request.group, request.sample
         self.temperature[lane], self.top_p[lane], self.top_k[lane] = params.temperature, params.top_p, params.top_k
         missing = len(params.stop_token_ids) - self.stop_ids.shape[1]
@@ -162,6 +170,7 @@ class Table:
         self.sequences[lane] = None
         sequence.tokens = self.tokens[lane, :length].copy()
         sequence.logp, sequence.version = self.logp[lane, :length].copy(), self.version[lane, :length].copy()
+        sequence.row_version = self.row_version[lane, :length].copy()
         sequence.reached = int(self.reached[lane])
         return sequence
 

@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from miles_core.model.layers import named_weights
+
 
 def shard(
     model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32, *, reshard_after_forward: bool = False
@@ -47,7 +49,7 @@ def expect_backward(model: nn.Module, *, last: bool) -> None:
 
 
 def full_tensors(model: nn.Module, *, master: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of every parameter, in the order of `named_parameters`; no gradient.
+    """(name, whole tensor) of every weight, in the order of `layers.named_weights`; no gradient.
 
     As gathered for the forward, in the dtype it computes in (float32 with `reshard_after_forward`); with `master` the optimizer's float32.
 
@@ -60,6 +62,6 @@ def full_tensors(model: nn.Module, *, master: bool = False) -> Iterator[tuple[st
     if model.stays_gathered and not master:
         for module in modules:
             module.unshard()  # and the next forward finds it so
-    for name, parameter in model.named_parameters():
-        tensor = parameter.detach()
+    for name, weight in named_weights(model):
+        tensor = weight.detach()
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

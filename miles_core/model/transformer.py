@@ -1,10 +1,12 @@
-"""The transformer of both roles: Llama, Qwen2 and Qwen3 dense, told apart by data in ModelConfig, not by code.
+"""The transformer of both roles: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE and GLM-4.5, told apart by data in ModelConfig, not by code.
 
-A forward takes packed tokens and a callable that attends (`attend.py`); everything else is the same for decode, prefill and training,
-and every op comes from `kernels`, whose results do not depend on what else is in the batch. Parameter names are those of Hugging Face
-without the leading "model.". The file knows nothing of ranks: `parallel.py` shards it from outside.
+A forward takes packed tokens, a callable that attends (`attend.py`) and one that routes (`moe.py`); everything else is the same for decode,
+prefill and training, and every op comes from `kernels`, whose results do not depend on what else is in the batch. Parameter names are
+those of Hugging Face without the leading "model." (experts: see `hf.py`). The file knows nothing of ranks: `parallel.py` shards it from
+outside.
 
-Legend: T packed tokens, M rows wanted, D model, N query heads, K key/value heads, H head dim, J = H / 2, P positions, V vocabulary.
+Legend: T packed tokens, M rows wanted, D model, N query heads, K key/value heads, H head dim, J pairs of it that turn with the position,
+P positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,21 +19,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.embedding import embedding
-from kernels.linear import PackedWeight, linear, pack
+from kernels.linear import linear
 from kernels.logprob import logprob
-from kernels.rmsnorm import rmsnorm
 from kernels.rope import rope
-from kernels.swiglu import swiglu
+from miles_core.model.layers import MLP, Embedding, Linear, Matrix, Norm
+from miles_core.model.moe import Experts, MoE, MoEConfig, Route, live
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (layer, q_TNH, k_TKH, v_TKH) -> o_TNH
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of a dense decoder. `rope_scaling` is None or Hugging Face's dict of rope_type "llama3" or "linear"."""
+    """Shapes and constants of a decoder. `rope_scaling` is None or Hugging Face's dict of rope_type "llama3" or "linear"."""
 
-    family: str  # llama | qwen2 | qwen3
+    family: str  # llama | qwen2 | qwen3 | mixtral | qwen3_moe | glm4_moe
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -48,48 +49,14 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-
-
-class Matrix(nn.Module):
-    """A weight [N, K] and, for decode, a copy of it in the order that the kernel reads (`Transformer.pack_weights`)."""
-
-    def __init__(self, num_out: int, num_in: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_out, num_in))
-        self.packed: PackedWeight | None = None
-
-    def usable_pack(self) -> PackedWeight | None:
-        """The packed copy, only where no gradient is wanted: a trainer's weights change under it."""
-        return None if torch.is_grad_enabled() else self.packed
-
-
-class Linear(Matrix):
-    def __init__(self, num_in: int, num_out: int, bias: bool = False):
-        super().__init__(num_out, num_in)
-        self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias, self.usable_pack())
-
-
-class Embedding(Matrix):
-    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
-        return embedding(ids_T, self.weight)
-
-
-class Norm(nn.Module):
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(dim)), eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rmsnorm(x, self.weight, self.eps)
+    rotary_dim: int | None = None  # leading dims of a head that turn with the position; None = all
+    moe: MoEConfig | None = None
 
 
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
-        self.head_dim = c.head_dim
+        self.head_dim, self.rotary_dim = c.head_dim, c.rotary_dim or c.head_dim
         self.q_proj = Linear(c.hidden_size, c.num_heads * c.head_dim, c.qkv_bias)
         self.k_proj = Linear(c.hidden_size, c.num_kv_heads * c.head_dim, c.qkv_bias)
         self.v_proj = Linear(c.hidden_size, c.num_kv_heads * c.head_dim, c.qkv_bias)
@@ -99,19 +66,15 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor, attend: Attend, layer: int) -> torch.Tensor:
         q_TNH, k_TKH, v_TKH = (proj(x_TD).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q_TNH, k_TKH = rope(self.q_norm(q_TNH), cos_TJ, sin_TJ), rope(self.k_norm(k_TKH), cos_TJ, sin_TJ)
+        q_TNH, k_TKH = self.turn(self.q_norm(q_TNH), cos_TJ, sin_TJ), self.turn(self.k_norm(k_TKH), cos_TJ, sin_TJ)
         return self.o_proj(attend(layer, q_TNH, k_TKH, v_TKH).flatten(-2))
 
-
-class MLP(nn.Module):
-    def __init__(self, c: ModelConfig):
-        super().__init__()
-        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, c.mlp_bias)
-        self.up_proj = Linear(c.hidden_size, c.intermediate_size, c.mlp_bias)
-        self.down_proj = Linear(c.intermediate_size, c.hidden_size, c.mlp_bias)
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x_TD), self.up_proj(x_TD)))
+    def turn(self, x_TNH: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding of the leading `rotary_dim` dims; the others stay as they are."""
+        if self.rotary_dim == self.head_dim:
+            return rope(x_TNH, cos_TJ, sin_TJ)
+        turning, rest = x_TNH.split([self.rotary_dim, self.head_dim - self.rotary_dim], -1)
+        return torch.cat([rope(turning, cos_TJ, sin_TJ), rest], -1)
 
 
 class Block(nn.Module):
@@ -119,11 +82,18 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.input_layernorm, self.post_attention_layernorm = Norm(c.hidden_size, c.rms_norm_eps), Norm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn, self.mlp = Attention(c), MLP(c)
+        self.self_attn = Attention(c)
+        if c.moe is not None and layer in c.moe.layers:
+            self.mlp = MoE(c.hidden_size, c.moe, c.moe.layers.index(layer))
+        else:
+            self.mlp = MLP(c.hidden_size, c.intermediate_size, c.mlp_bias)
 
-    def forward(self, x_TD: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, x_TD: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor, attend: Attend, route: Route
+    ) -> torch.Tensor:  # fmt: skip
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_TJ, sin_TJ, attend, self.layer)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        hidden_TD = self.post_attention_layernorm(x_TD)
+        return x_TD + (self.mlp(hidden_TD, route) if isinstance(self.mlp, MoE) else self.mlp(hidden_TD))
 
 
 class Transformer(nn.Module):
@@ -152,6 +122,7 @@ class Transformer(nn.Module):
         rows_M: torch.Tensor,
         targets_M: torch.Tensor | None = None,
         sampling: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        route: Route = live,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """tokens and positions int64 [T], rows int64 [M] -> logits float32 [M, V]; with targets int64 [M] -> (log-prob [M], entropy [M]).
 
@@ -162,9 +133,9 @@ class Transformer(nn.Module):
         x_TD = self.embed_tokens(tokens_T)
         for block in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x_TD = checkpoint(block, x_TD, cos_TJ, sin_TJ, attend, use_reentrant=False, preserve_rng_state=False)
+                x_TD = checkpoint(block, x_TD, cos_TJ, sin_TJ, attend, route, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_TD = block(x_TD, cos_TJ, sin_TJ, attend)
+                x_TD = block(x_TD, cos_TJ, sin_TJ, attend, route)
         hidden_MD = self.norm(x_TD[rows_M])
         if targets_M is None:
             return linear(hidden_MD, self.head.weight, None, self.head.usable_pack(), wide=True)
@@ -183,8 +154,9 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def pack_weights(self) -> None:
         """Pack every matrix for decode. Call it after each change of the weights; the trainer, whose weights always change, never does."""
-        for module in (*(m for m in self.modules() if isinstance(m, Linear) and m is not self.lm_head), self.head):
-            module.packed = pack(module.weight, module.packed)
+        for module in self.modules():
+            if isinstance(module, Matrix | Experts) and (module is self.head or not isinstance(module, Embedding)):
+                module.pack()
 
 
 @torch.inference_mode(False)
@@ -193,7 +165,8 @@ def rope_tables(config: ModelConfig, num_positions: int) -> tuple[torch.Tensor, 
 
     Normal tensors even if the engine's inference mode makes them: a later backward may save them.
     """
-    exponent_J = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    dim = config.rotary_dim or config.head_dim
+    exponent_J = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     frequency_J = _scale_frequencies(1.0 / config.rope_theta**exponent_J, config.rope_scaling)
     angle_PJ = torch.arange(num_positions, dtype=torch.float32, device="cpu")[:, None] * frequency_J
     return angle_PJ.cos(), angle_PJ.sin()

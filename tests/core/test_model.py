@@ -43,7 +43,7 @@ def test_logits_are_those_of_transformers(config: ModelConfig, tmp_path: Path) -
     tokenizer.save(tmp_path)
     hf.save(tmp_path, config, model.named_parameters(), tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
-    assert hf.FAMILIES[type(reference).__name__] == config.family
+    assert hf_config.FAMILIES[type(reference).__name__] == config.family
 
     tokens_T, positions_T, attend = packed_inputs(config)
     with torch.no_grad():
