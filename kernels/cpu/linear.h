@@ -7,8 +7,8 @@
 #include "simd.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
-#include <vector>
 
 constexpr long RUN = 192;               // terms of one chain
 constexpr long BLOCK_INPUTS = 1 << 18;  // inputs of the rows that are multiplied in one pass over the weight
@@ -116,11 +116,15 @@ inline LinearPlan plan_linear(long num_rows, long num_out, long num_in) {
     return {rows, static_cast<int>(panels), std::max<long>(4, BLOCK_INPUTS / num_in / MAX_ROWS) * MAX_ROWS};
 }
 
-inline void cut_into_runs(const float* x, long rows, long num_in, std::vector<float>& runs) {
-    runs.resize((num_in / RUN + 2) * rows * RUN);
-    float* out = runs.data();
+// Floats that the runs of this many rows take.
+inline long runs_size(long rows, long num_in) { return (num_in / RUN + 2) * rows * RUN; }
+
+// `index` (may be null) says which rows of x are meant.
+inline void cut_into_runs(const float* x, const int64_t* index, long rows, long num_in, float* out) {
     for (long k0 = 0; k0 < num_in; k0 += run_length(num_in, k0)) {
-        for (long row = 0; row < rows; ++row, out += RUN) std::memcpy(out, x + row * num_in + k0, run_length(num_in, k0) * sizeof(float));
+        for (long row = 0; row < rows; ++row, out += RUN) {
+            std::memcpy(out, x + (index ? index[row] : row) * num_in + k0, run_length(num_in, k0) * sizeof(float));
+        }
     }
 }
 

@@ -25,7 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
-SOURCES = tuple(Path(__file__).parent / name for name in ("ops.cpp", "linear.h", "attention.h", "tokens.h", "simd.h"))
+_NAMES = ("ops.cpp", "linear.h", "experts.h", "router.h", "attention.h", "tokens.h", "simd.h")
+SOURCES = tuple(Path(__file__).parent / name for name in _NAMES)
 FLAGS = "-O3 -march=native -ffp-contract=off -fno-math-errno -std=c++17 -fopenmp -fvisibility=hidden -fPIC -shared".split()
 DEADLINE_S = 180.0  # for the compiler, and for a rank that waits for another's compiler
 
@@ -40,6 +41,12 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "paged_attention": (_I, [_P, _P, _P, _P, _P, _P, _F, _P, _I, _I, _I, _I, _I, _I, _I, _I]),
     "packed_attention": (_I, [_P, _P, _P, _P, _F, _P, _P, _I, _I, _I, _I, _I, _I]),
     "token_rows": (_I, [_P, _I, _I, _P, _P, _P, _P, _P, _P, _P, _P, _I]),
+    "select_experts": (None, [_P, _P, _P, _I, _I, _I, _I, _I, _I]),
+    "weigh_experts": (_I, [_P, _P, _P, _I, _I, _I, _I, _I, _F]),
+    "expert_order": (_I, [_P, _P, _P, _P, _I, _I]),
+    "pack_experts": (None, [_P, _I, _I, _I, _P, _I]),
+    "grouped_linear": (_I, [_P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I]),
+    "combine": (_I, [_P, _P, _P, _P, _I, _I, _I]),
     "uniform": (None, [ctypes.c_uint64, _P, _P, _P, _P, _I]),
 }
 

@@ -8,7 +8,9 @@
 // Pointers are float32 unless the type says otherwise. Functions that return a number give -1, or the index of the first bad row.
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
+#include "router.h"
 #include "simd.h"
 #include "tokens.h"
 
@@ -34,7 +36,8 @@ EXPORT void linear(const float* x, const float* weight, const float* panels, con
     const long groups = ((num_out + LANES - 1) / LANES + problem.plan.panels - 1) / problem.plan.panels;
     for (long row = 0; row < num_rows; row += problem.plan.block) {
         const long count = std::min(problem.plan.block, num_rows - row);
-        cut_into_runs(x + row * num_in, count, num_in, runs);
+        runs.resize(runs_size(count, num_in));
+        cut_into_runs(x + row * num_in, nullptr, count, num_in, runs.data());
         const LinearRows rows{runs.data(), y + row * num_out, count};
 #pragma omp parallel for num_threads(threads) if (threads > 1 && count * num_out * num_in > MIN_PARALLEL_WORK)
         for (long g = 0; g < groups; ++g) linear_group(problem, rows, g);
@@ -167,4 +170,67 @@ EXPORT void uniform(uint64_t seed, const int64_t* group, const int64_t* sample, 
         const uint64_t bits = (static_cast<uint64_t>(words[0] >> 5) << 26) | (words[1] >> 6);
         out[i] = static_cast<double>(bits) * 0x1p-53;
     }
+}
+
+// ---- mixture of experts
+
+EXPORT void select_experts(const float* logits, const float* bias, int64_t* ids, int64_t num_tokens, int64_t num_experts, int64_t top_k,
+                           int64_t sigmoid, int64_t num_groups, int64_t top_groups) {
+    static thread_local RouterRow scratch;
+    const Router router{bias, num_experts, top_k, num_groups, top_groups, sigmoid != 0};
+    for (long t = 0; t < num_tokens; ++t) select_row(router, logits + t * num_experts, scratch, ids + t * top_k);
+}
+
+// weights[t][k] = the score of expert ids[t][k], divided by (their sum in slot order + 1e-20) if `normalise`, times scale.
+EXPORT int64_t weigh_experts(const float* logits, const int64_t* ids, float* weights, int64_t num_tokens, int64_t num_experts,
+                             int64_t top_k, int64_t sigmoid, int64_t normalise, float scale) {
+    static thread_local RouterRow scratch;
+    for (long t = 0; t < num_tokens; ++t, logits += num_experts, ids += top_k, weights += top_k) {
+        score_row(logits, num_experts, sigmoid != 0, scratch.scores);
+        float total = 0.0f;
+        for (long k = 0; k < top_k; ++k) {
+            if (ids[k] < 0 || ids[k] >= num_experts) return t;
+            total += weights[k] = scratch.scores[ids[k]];
+        }
+        const float divisor = total + 1e-20f;
+        for (long k = 0; k < top_k; ++k) weights[k] = (normalise ? weights[k] / divisor : weights[k]) * scale;
+    }
+    return -1;
+}
+
+EXPORT int64_t expert_order(const int64_t* ids, int64_t* order, int64_t* place, int32_t* offsets, int64_t num_rows, int64_t num_experts) {
+    return order_by_expert(ids, order, place, offsets, num_rows, num_experts);
+}
+
+EXPORT void pack_experts(const float* weight, int64_t num_experts, int64_t num_out, int64_t num_in, float* panels, int64_t threads) {
+    const long per_expert = (num_out + LANES - 1) / LANES * LANES * num_in;
+    for (long e = 0; e < num_experts; ++e) pack(weight + e * num_out * num_in, num_out, num_in, panels + e * per_expert, threads);
+}
+
+EXPORT int64_t grouped_linear(const float* x, const float* weight, const float* panels, const int32_t* offsets, const int64_t* index,
+                              float* y, int64_t num_inputs, int64_t num_rows, int64_t num_experts, int64_t num_out, int64_t num_in,
+                              int64_t threads) {
+    const Grouped problem{x, weight, panels, offsets, index, y, num_inputs, num_rows, num_experts, num_out, num_in};
+    return grouped_linear_all(problem, threads);
+}
+
+// out[t] = sum over the slots of y[place[t][k]] * weights[t][k]: a product, then fused multiply-adds in slot order.
+EXPORT int64_t combine(const float* y, const float* weights, const int64_t* place, float* out, int64_t num_tokens, int64_t top_k,
+                       int64_t dim) {
+    for (long t = 0; t < num_tokens; ++t, weights += top_k, place += top_k, out += dim) {
+        for (long k = 0; k < top_k; ++k) {
+            if (place[k] < 0 || place[k] >= num_tokens * top_k) return t;
+        }
+        for (long i = 0; i < dim; i += LANES) {
+            const long width = std::min(LANES, dim - i);
+            const auto part = [&](long k) {
+                const float* row = y + place[k] * dim + i;
+                return width == LANES ? load(row) : load_part(row, width);
+            };
+            V sum = mul(part(0), set1(weights[0]));
+            for (long k = 1; k < top_k; ++k) sum = fma(part(k), set1(weights[k]), sum);
+            width == LANES ? store(out + i, sum) : store_part(out + i, width, sum);
+        }
+    }
+    return -1;
 }

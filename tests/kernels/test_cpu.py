@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from kernels.attention import packed_attention
+from kernels.combine import combine
 from kernels.cpu import implementation, loader, self_test
+from kernels.expert_order import expert_order
+from kernels.grouped_linear import grouped_linear, pack_experts
 from kernels.linear import linear
 from kernels.linear import ref as linear_ref
 from kernels.logprob import logprob
 from kernels.rmsnorm import rmsnorm
+from kernels.router import select, weigh
 from kernels.sample import sample
 from kernels.swiglu import swiglu
 from miles_core.assets import TINY
@@ -125,6 +129,21 @@ def logits_of_the_embedded_policy() -> torch.Tensor:
     return model(tokens, positions, attend, torch.arange(len(positions)))
 
 
+def experts() -> list[torch.Tensor]:
+    """The ops of a layer of experts: softmax and sigmoid, groups, odd widths, logits that are not numbers."""
+    logits, bias, x = torch.randn(40, 60) * 3, torch.randn(60) / 8, torch.randn(40, 300)
+    logits[3, 7], logits[4] = torch.nan, torch.inf
+    weight = torch.randn(60, 70, 300)
+    results = []
+    for scoring in ("softmax", "sigmoid"):
+        ids = select(logits, 5, scoring=scoring, bias_E=bias, num_groups=6, top_groups=3)
+        weights = weigh(logits, ids, scoring=scoring, normalise=True, scale=2.5)
+        order, place, offsets = expert_order(ids, 60)
+        y = grouped_linear(x, weight, offsets, order // 5, pack_experts(weight))
+        results += [ids, weights, order, place, offsets, y, grouped_linear(x, weight, offsets, order // 5), combine(y, weights, place)]
+    return [result.nan_to_num(7.0) for result in results]
+
+
 def everything() -> list[torch.Tensor]:
     """Each op, and a whole model."""
     torch.manual_seed(0)
@@ -135,7 +154,7 @@ def everything() -> list[torch.Tensor]:
     token, logp = sample(linear(x, head), *settings, torch.rand(45, dtype=torch.float64))
     scores = logprob(x, head, token, *settings)
     attention = packed_attention(q, k, v, torch.tensor([0, 20, 150], dtype=torch.int32), 0.2)
-    return [y, rmsnorm(x, x[0], 1e-6), swiglu(y, -y), attention, token, logp, *scores, logits_of_the_embedded_policy()]
+    return [y, rmsnorm(x, x[0], 1e-6), swiglu(y, -y), attention, token, logp, *scores, *experts(), logits_of_the_embedded_policy()]
 
 
 BUILDS = {"avx2": ["-march=haswell"], "scalar": ["-mfma", "-DSCALAR", "-O1"]}
