@@ -155,7 +155,10 @@ def _recording(model: Transformer) -> Iterator[tuple[Trace, Callable[[Attend], A
     """(what every op gives from now on, a function that makes an attend callable record too)."""
     trace: Trace = {}
 
-    def keep(op: str, output: torch.Tensor) -> None:
+    def keep(op: str, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
+        if isinstance(output, tuple):  # of a norm with a residual; the sum comes first
+            output, total = output
+            keep(f"{op}: x + residual", total)
         trace.setdefault(op, []).append(output.detach().clone())
 
     def record(attend: Attend) -> Attend:

@@ -17,7 +17,7 @@ from kernels.attention import PAGE, allocate_cache, packed_attention, paged_atte
 from kernels.cpu.loader import implementation, torch_on_trial
 from kernels.linear import linear, pack
 from kernels.logprob import logprob
-from kernels.rmsnorm import rmsnorm
+from kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from kernels.rope import rope
 from kernels.sample import sample
 from kernels.swiglu import swiglu
@@ -98,6 +98,8 @@ def _check_linear(outputs: int, inputs: int, dtype: torch.dtype) -> None:
 def _check_rowwise(width: int, head_dim: int, dtype: torch.dtype) -> None:
     x, y = (_normal(ROWS, width, dtype=dtype) for _ in range(2))
     _compare(f"rmsnorm {width}", lambda rows: rmsnorm(rows, y[0].clone(), 1e-6), x)
+    for part in range(2):
+        _compare(f"rmsnorm_residual {width}", lambda *rows, part=part: rmsnorm_residual(*rows, y[0].clone(), 1e-6)[part], x, y)
     _compare(f"swiglu {width}", swiglu, x, y)
     angle = torch.randn(ROWS, head_dim // 2)
     _compare(f"rope {head_dim}", rope, _normal(ROWS, 3, head_dim, dtype=dtype), angle.cos(), angle.sin())

@@ -34,6 +34,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "pack": (None, [_P, _I, _I, _P, _I]),
     "linear": (None, [_P, _P, _P, _P, _P, _I, _I, _I, _I]),
     "rmsnorm": (None, [_P, _P, _F, _P, _I, _I]),
+    "rmsnorm_residual": (None, [_P, _P, _P, _F, _P, _P, _I, _I]),
     "rope": (None, [_P, _P, _P, _P, _I, _I, _I, _I]),
     "swiglu": (None, [_P, _P, _P, _I]),
     "write_kv": (_I, [_P, _P, _P, _P, _P, _I, _I, _I, _I]),

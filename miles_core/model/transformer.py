@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.embedding import embedding
 from kernels.linear import PackedWeight, linear, pack
 from kernels.logprob import logprob
-from kernels.rmsnorm import rmsnorm
+from kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from kernels.rope import rope
 from kernels.swiglu import swiglu
 
@@ -82,8 +82,11 @@ class Norm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.empty(dim)), eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rmsnorm(x, self.weight, self.eps)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x; with a residual, (the norm of x + residual, x + residual)."""
+        if residual is None:
+            return rmsnorm(x, self.weight, self.eps)
+        return rmsnorm_residual(x, residual, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -122,8 +125,9 @@ class Block(nn.Module):
         self.self_attn, self.mlp = Attention(c), MLP(c)
 
     def forward(self, x_TD: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor, attend: Attend) -> torch.Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_TJ, sin_TJ, attend, self.layer)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        attended_TD = self.self_attn(self.input_layernorm(x_TD), cos_TJ, sin_TJ, attend, self.layer)
+        normed_TD, x_TD = self.post_attention_layernorm(attended_TD, x_TD)
+        return x_TD + self.mlp(normed_TD)
 
 
 class Transformer(nn.Module):

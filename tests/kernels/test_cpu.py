@@ -13,7 +13,7 @@ from kernels.cpu import implementation, loader, self_test
 from kernels.linear import linear
 from kernels.linear import ref as linear_ref
 from kernels.logprob import logprob
-from kernels.rmsnorm import rmsnorm
+from kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from kernels.sample import sample
 from kernels.swiglu import swiglu
 from miles_core.assets import TINY
@@ -135,7 +135,8 @@ def everything() -> list[torch.Tensor]:
     token, logp = sample(linear(x, head), *settings, torch.rand(45, dtype=torch.float64))
     scores = logprob(x, head, token, *settings)
     attention = packed_attention(q, k, v, torch.tensor([0, 20, 150], dtype=torch.int32), 0.2)
-    return [y, rmsnorm(x, x[0], 1e-6), swiglu(y, -y), attention, token, logp, *scores, logits_of_the_embedded_policy()]
+    norms = rmsnorm(x, x[0], 1e-6), *rmsnorm_residual(x, x.roll(1), x[0], 1e-6)
+    return [y, *norms, swiglu(y, -y), attention, token, logp, *scores, logits_of_the_embedded_policy()]
 
 
 BUILDS = {"avx2": ["-march=haswell"], "scalar": ["-mfma", "-DSCALAR", "-O1"]}
