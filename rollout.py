@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kernels import cpu
+from kernels.invariance import self_test
 from miles_core import guard, numerics, tasks
 from miles_core.advantage import ADVANTAGES
 from miles_core.assets import TINY
@@ -161,7 +162,7 @@ def check_kernels(c: ModelConfig, device: torch.device, dtype: torch.dtype, *, s
         raise ValueError(f"attention: head size {c.head_dim} is not supported on {device.type}; {supported}")
     if strict or (device.type == "cpu" and cpu.implementation() == "torch"):
         matrices = {shape for shape in hf.expected_shapes(c).values() if len(shape) == 2}
-        cpu.self_test(sorted(matrices), c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size, device, dtype)
+        self_test(sorted(matrices), c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size, device, dtype)
 
 
 def make_prompt(config: Config, inputs: Inputs, group: int, split: str) -> Prompt:

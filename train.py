@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from kernels import cpu
+from kernels.dispatch import describe as describe_kernels
 from miles_core import checkpoint, guard, loss, numerics, pack, parity, report, ring, rundir
 from miles_core.advantage import WHITENED, whiten, whitening_sums
 from miles_core.config import Config, parse_args
@@ -310,7 +310,7 @@ def main() -> None:
     start = next(s for s in topo.gather(open_run(config) if topo.is_logger else None) if s is not None)
     if topo.is_logger:
         print(describe(config, layout, inputs.max_context))
-        print(f"parity: {config.parity} ({cpu.describe(device)})")
+        print(f"parity: {config.parity} ({describe_kernels(device)})")
         print(start, flush=True)
 
     node_ring, board = share(config, inputs, topo, start)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention import PAGE, allocate_cache, packed_attention, paged_attention, write_kv
-from kernels.cpu import describe
+from kernels.dispatch import describe
 from kernels.linear import PackedWeight, linear, pack
 from kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from kernels.rope import rope

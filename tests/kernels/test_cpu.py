@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kernels.attention import packed_attention
-from kernels.cpu import implementation, loader, self_test
+from kernels.cpu import implementation, loader
+from kernels.invariance import self_test
 from kernels.linear import linear
 from kernels.linear import ref as linear_ref
 from kernels.logprob import logprob
@@ -71,7 +72,8 @@ def test_without_a_compiler(tmp_path):
     assert "ValueError: MILES_CPU_KERNELS=cpp, but there is no C++ compiler (g++); install g++" in err
     code = """
 import torch
-from kernels.cpu import implementation, self_test
+from kernels.cpu import implementation
+from kernels.invariance import self_test
 from kernels.swiglu import swiglu
 x = torch.ones(2)
 try:
@@ -83,7 +85,7 @@ for _ in range(2):
 print(implementation(), swiglu(x, x).tolist())
 """
     out, err = python(code, MILES_CPU_KERNELS="auto", **bare).communicate(timeout=60)
-    assert "first call kernels.cpu.self_test" in out and "torch [0.731" in out, (out, err)
+    assert "first call kernels.invariance.self_test" in out and "torch [0.731" in out, (out, err)
     assert err.count("using the torch path, several times slower") == err.count("passed its self-test") == 1, err
 
 

@@ -1,5 +1,7 @@
 """The start-up test of batch invariance, on the model's own shapes: the same rows alone, together and in chunks must give the same bits.
 
+    self_test(linear_shapes, head_dim, num_heads, num_kv_heads, vocab, device, dtype)
+
 For the C++ library and the Triton kernels this holds by construction and the test takes a moment; it would find a compiler that breaks it.
 The torch path rests on how this machine's torch adds, so it stays closed until the test has passed in this process.
 """
@@ -24,25 +26,24 @@ from kernels.swiglu import swiglu
 
 ROWS = 37  # no multiple of any chunk below
 CHUNKS = (1, 3, 7, 16, 20)
-CPU = torch.device("cpu")
 
 _passed: set[tuple] = set()
 
 
-def check(
+def self_test(
     linear_shapes: Iterable[tuple[int, int]],
     head_dim: int,
     num_heads: int,
     num_kv_heads: int,
     vocab: int,
-    device: torch.device = CPU,
+    device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Check the implementation in use on `device`; `linear_shapes` are the (outputs, inputs) of the model's weights.
 
     Raises ValueError if a result depends on the batch. Passing opens the torch path for this process.
     """
-    shapes = sorted(set(linear_shapes))
+    shapes, device = sorted(set(linear_shapes)), torch.device(device)
     name = "triton" if device.type == "cuda" else implementation()
     key = (name, tuple(shapes), head_dim, num_heads, num_kv_heads, vocab, dtype)
     if key in _passed:
