@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kernels import cpu
+from kernels.invariance import self_test
 from miles_core import guard, numerics, tasks
 from miles_core.advantage import ADVANTAGES
 from miles_core.assets import TINY
@@ -27,8 +28,10 @@ from miles_core.engine.engine import Completion, Engine, Request, SamplingParams
 from miles_core.metrics import Mean, Metric, merge
 from miles_core.model import hf
 from miles_core.model.layers import named_weights
+from miles_core.model.moe import MoEConfig
 from miles_core.model.transformer import ModelConfig, Transformer
 from miles_core.ring import Claim, Ring
+from miles_core.route_transport import Mailbox, RouteStore
 from miles_core.schema import VERDICTS, Prompt
 from miles_core.tasks.rewards import RewardPool
 from miles_core.topology import Topology, layout_from_env
@@ -50,10 +53,17 @@ class Group:
 
 
 class Rollout:
-    """One rollout rank. `tick()` does a little of everything and never waits, so that a colocated rank can alternate it with training."""
+    """One rollout rank. `tick()` does a little of everything and never waits, so that a colocated rank can alternate it with training.
 
-    def __init__(self, config: Config, inputs: Inputs, model: Transformer, ring: Ring, weights: Receiver, index: int):
+    `routes` holds what the engine has recorded of a mixture of experts, until the training ranks ask for it in the mailbox.
+    """
+
+    def __init__(
+        self, config: Config, inputs: Inputs, model: Transformer, ring: Ring, weights: Receiver, index: int,
+        routes: RouteStore, mailbox: Mailbox | None,
+    ):  # fmt: skip
         self.config, self.inputs, self.ring, self.weights, self.index = config, inputs, ring, weights, index
+        self.routes, self.mailbox = routes, mailbox
         # A fair share of the slots: the first rank to look must not admit every group of a step while the others idle.
         self.max_open = math.ceil(ring.num_slots / ring.num_rollout_ranks)
         self.engine = make_engine(config, inputs, model, self.max_open)
@@ -63,6 +73,7 @@ class Rollout:
     def tick(self) -> bool:
         """Take new weights, admit, decode one token of every sequence, hand finished groups over. False when there was nothing to do."""
         self.refresh()
+        self.serve_routes()
         admitted = self.admit()
         for completion in self.engine.step():
             number, sample = completion.trajectory.group, completion.trajectory.sample
@@ -84,6 +95,11 @@ class Rollout:
             self.engine.set_version(version, self.config.on_update)
             self.ring.set_live(self.index, version)
 
+    def serve_routes(self) -> None:
+        """Send the routes that training ranks have asked for since the last look."""
+        if self.mailbox is not None:
+            self.routes.serve(self.mailbox.poll(self.routes.rank))
+
     def admit(self) -> bool:
         """Claim group numbers while pacing and this rank's share allow it, and queue their samples."""
         admitted = False
@@ -102,6 +118,8 @@ class Rollout:
         ok = np.array([t.verdict == OK for t in trajectories])
         for trajectory, advantage in zip(trajectories, ADVANTAGES[self.config.advantage](rewards, ok), strict=True):
             trajectory.advantage = float(advantage)
+            if (routes := group.done[trajectory.sample].routes) is not None:
+                self.routes.keep(trajectory, routes)
         self.ring.put(group.claim, trajectories)
 
     def evaluate(self, shard: int, num_shards: int) -> dict[str, Metric]:
@@ -145,10 +163,22 @@ def load_inputs(config: Config, device: torch.device, dtype: torch.dtype) -> Inp
         )
     task = tasks.load(config.task, config.seed, config.data, config.eval_data)
     check_kernels(model_config, device, dtype, strict=config.parity == "strict")
+    check_router(config, model_config.moe)
     if config.micro_batch_tokens < max_context:
         raise ValueError(f"--micro-batch-tokens {config.micro_batch_tokens} cannot hold one sample of --max-context {max_context}")
     tokenizer = hf.load_tokenizer(model_dir)
     return Inputs(model_dir, model_config, tokenizer, hf.load_stop_ids(model_dir, tokenizer), task, max_context)
+
+
+def check_router(config: Config, moe: MoEConfig | None) -> None:
+    """Refuse flags of the router that this model has no use for."""
+    flags = ["router_balance_coef", "router_z_coef", "router_bias_rate", "freeze_router"]
+    for flag in (f for f in flags if moe is None and getattr(config, f)):
+        raise ValueError(f"--{flag.replace('_', '-')} is for a mixture of experts, and --model {config.model} is dense: leave it out")
+    if config.router_bias_rate and not moe.correction_bias:
+        raise ValueError(
+            f"--router-bias-rate: the routers of --model {config.model} have no correction bias; use --router-balance-coef instead"
+        )
 
 
 def check_kernels(c: ModelConfig, device: torch.device, dtype: torch.dtype, *, strict: bool) -> None:
@@ -162,7 +192,7 @@ def check_kernels(c: ModelConfig, device: torch.device, dtype: torch.dtype, *, s
         raise ValueError(f"attention: head size {c.head_dim} is not supported on {device.type}; {supported}")
     if strict or (device.type == "cpu" and cpu.implementation() == "torch"):
         matrices = {shape for shape in hf.expected_shapes(c).values() if len(shape) == 2}
-        cpu.self_test(sorted(matrices), c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size, device, dtype)
+        self_test(sorted(matrices), c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size, device, dtype)
 
 
 def make_prompt(config: Config, inputs: Inputs, group: int, split: str) -> Prompt:
@@ -187,7 +217,7 @@ def make_engine(config: Config, inputs: Inputs, model: Transformer, num_groups: 
     kv_tokens = config.kv_tokens or min(65536, num_sequences * inputs.max_context)
     return Engine(
         model, inputs.tokenizer, seed=numerics.derive_seed(config.seed, "sampling"), num_pages=max(1, kv_tokens // 64),
-        max_batch_tokens=config.prefill_tokens, max_sequences=num_sequences,
+        max_batch_tokens=config.prefill_tokens, max_sequences=num_sequences, routing_replay=config.routing_replay,
     )  # fmt: skip
 
 

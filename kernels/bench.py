@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention import PAGE, allocate_cache, packed_attention, paged_attention, write_kv
-from kernels.cpu import describe
+from kernels.dispatch import describe
 from kernels.linear import PackedWeight, linear, pack
-from kernels.rmsnorm import rmsnorm
+from kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from kernels.rope import rope
 from kernels.sample import sample
 from kernels.swiglu import swiglu
@@ -98,6 +98,14 @@ def bench_rowwise(report: Report, rows: int) -> None:
     cos, sin = angle.cos().float(), angle.sin().float()
 
     report.line("rmsnorm", rows, lambda: rmsnorm(x, weight, 1e-5), lambda: F.rms_norm(x, (D,), weight, 1e-5), 0, 2 * size(rows, D))
+    report.line(
+        "rmsnorm of x + residual",
+        rows,
+        lambda: rmsnorm_residual(x, x, weight, 1e-5),
+        lambda: torch_norm_residual(x, x, weight),
+        0,
+        4 * size(rows, D),
+    )
     report.line("rope", rows, lambda: rope(q, cos, sin), lambda: torch_rope(q, cos, sin), 0, 2 * size(rows, D))
     report.line("swiglu", rows, lambda: swiglu(gate, up), lambda: F.silu(gate) * up, 0, 3 * size(rows, FFN))
 
@@ -165,6 +173,7 @@ class Ops(NamedTuple):
 
     linear: Callable[[torch.Tensor, Matrix], torch.Tensor]
     norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    norm_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     rope: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -175,22 +184,27 @@ def torch_rope(x_TNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return torch.cat([first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None]], -1).to(x_TNH.dtype)
 
 
+def torch_norm_residual(x_MD: torch.Tensor, residual_MD: torch.Tensor, weight_D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    sum_MD = x_MD + residual_MD
+    return F.rms_norm(sum_MD, (D,), weight_D, 1e-5), sum_MD
+
+
 def ours_with(attend: Callable) -> Ops:
-    return Ops(lambda x, m: linear(x, m.weight, None, m.packed), lambda x, w: rmsnorm(x, w, 1e-5), rope, swiglu, attend)
+    norms = lambda x, w: rmsnorm(x, w, 1e-5), lambda x, r, w: rmsnorm_residual(x, r, w, 1e-5)
+    return Ops(lambda x, m: linear(x, m.weight, None, m.packed), *norms, rope, swiglu, attend)
 
 
 def torch_with(attend: Callable) -> Ops:
-    return Ops(
-        lambda x, m: F.linear(x, m.weight), lambda x, w: F.rms_norm(x, (D,), w, 1e-5), torch_rope, lambda g, u: F.silu(g) * u, attend
-    )
+    norms = lambda x, w: F.rms_norm(x, (D,), w, 1e-5), torch_norm_residual
+    return Ops(lambda x, m: F.linear(x, m.weight), *norms, torch_rope, lambda g, u: F.silu(g) * u, attend)
 
 
 def run_model(ops: Ops, layers: list[Layer], head: Matrix, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     for i, w in enumerate(layers):
         normed = ops.norm(x, w.norm)
         q, k, v = (ops.linear(normed, m).view(len(x), -1, HEAD_DIM) for m in w.qkv)
-        x = x + ops.linear(ops.attend(i, ops.rope(q, cos, sin), ops.rope(k, cos, sin), v).reshape(len(x), D), w.out)
-        normed = ops.norm(x, w.norm)
+        attended = ops.linear(ops.attend(i, ops.rope(q, cos, sin), ops.rope(k, cos, sin), v).reshape(len(x), D), w.out)
+        normed, x = ops.norm_residual(attended, x, w.norm)
         x = x + ops.linear(ops.swiglu(ops.linear(normed, w.gate), ops.linear(normed, w.up)), w.down)
     return ops.linear(ops.norm(x[-64:], layers[0].norm), head)  # logits of at most 64 rows
 

@@ -1,4 +1,4 @@
-"""Which half of `kernels` computes an op: Triton on GPU tensors, C++ or torch on CPU tensors."""
+"""What computes an op: Triton on GPU tensors, C++ or torch on CPU tensors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from contextlib import contextmanager
 
 import torch
 
+from kernels.cpu import implementation
+
+OPS = ("embedding", "linear", "rmsnorm", "rope", "swiglu", "attention", "logprob", "sample")
+
 _interpreted = False
 
 
 def on_triton(x: torch.Tensor) -> bool:
     """Whether the Triton kernels compute ops on this tensor."""
     return x.is_cuda or _interpreted
+
+
+def describe(device: torch.device) -> str:
+    """Every op and what computes it on this device."""
+    name = "Triton" if device.type == "cuda" else {"cpp": "C++", "torch": "torch, row blocks of one shape"}[implementation()]
+    return f"{', '.join(OPS[1:])}: {name}; {OPS[0]}: a copy"
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

@@ -64,6 +64,20 @@ class Config:
         "op, report logs it, off does not compare",
         choices=("strict", "report", "off"),
     )
+    # mixture of experts
+    routing_replay: str = _flag(
+        "on",
+        "mixture of experts",
+        "on: training visits the experts that rollout has recorded for each token; record: it only compares; off: nothing is recorded. "
+        "Without effect on dense models",
+        choices=("on", "record", "off"),
+    )
+    router_balance_coef: float = _flag(0.0, "mixture of experts", "weight of the load-balance loss, per sequence and layer; 0 = off")
+    router_z_coef: float = _flag(0.0, "mixture of experts", "weight of the squared log-sum-exp of the router's logits; 0 = off")
+    router_bias_rate: float = _flag(
+        0.0, "mixture of experts", "after each step the correction bias of an expert moves by this much towards an even load; 0 = off"
+    )
+    freeze_router: bool = _flag(False, "mixture of experts", "do not train the routers")
     # rollout
     prompts_per_step: int = _flag(16, "rollout", "groups that one optimizer step trains on, over all nodes")
     samples_per_prompt: int = _flag(8, "rollout", "samples in a group")
@@ -118,7 +132,7 @@ class Config:
             1: "steps keep_checkpoints prompts_per_step samples_per_prompt eval_samples max_new_tokens max_context max_sequences "
             "prefill_tokens micro_batch_tokens reward_workers",
             0: "seed save_every eval_prompts temperature top_k kv_tokens clip_low clip_high icepop_low icepop_high kl_coef lr beta1 beta2 "
-            "weight_decay warmup_steps max_grad_norm",
+            "router_balance_coef router_z_coef router_bias_rate weight_decay warmup_steps max_grad_norm",
             -1: "rollout_ranks_per_node max_staleness",
         }
         for low, names in at_least.items():

@@ -29,12 +29,13 @@ class Counts(NamedTuple):
     loss_tokens: int  # sampled tokens that enter the loss
     loss_sequences: int  # sequences with at least one of them
     tokens: int  # all tokens that go through the model
+    sequences: int  # all sequences that do
 
 
 def count(trajectories: Sequence[Trajectory]) -> Counts:
     """Counts of these trajectories; samples with another verdict than ok are in `tokens` only."""
     kept = [int(t.loss_mask.sum()) for t in trajectories if t.verdict == _OK]
-    return Counts(sum(kept), sum(n > 0 for n in kept), sum(len(t.tokens) for t in trajectories))
+    return Counts(sum(kept), sum(n > 0 for n in kept), sum(len(t.tokens) for t in trajectories), len(trajectories))
 
 
 def zero_std(group: Sequence[Trajectory]) -> bool:

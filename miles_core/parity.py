@@ -1,11 +1,13 @@
 """The gate of parity: under the same weights sampler and trainer give every token the same log-prob bits, or the run stops (DESIGN 4.6).
 
     gate = Gate(mode, on_update)                       # mode: strict | report | off
-    gate.watch(logp_train_M, batch, version)           # each micro-batch -> metrics; remembers the first token that differs
+    gate.watch(logp_train_M, batch, version, route)    # each micro-batch -> metrics; remembers the first token that differs
     gate.check(version, model, config, gather)         # each step, collective over the training ranks: raises ParityError on all of them
 
 The error names the token and both values. Then it runs the token's sequence through both paths again, op by op, and names the first op
 whose output differs: the trainer's packed forward of the same micro-batch, against prefill and decode over a paged cache.
+
+In a synchronous run the recorded routes of a mixture of experts are held to the same: the live router must choose the same experts.
 
 Legend: M sampled rows, S sequences, T packed tokens, L tokens of one sequence.
 """
@@ -25,7 +27,9 @@ from miles_core.loss import fresh, parity_diff
 from miles_core.metrics import Metric
 from miles_core.model import hf, parallel
 from miles_core.model.attend import PackedAttend, PagedAttend
+from miles_core.model.moe import live
 from miles_core.model.transformer import Attend, ModelConfig, Transformer
+from miles_core.routing import Replay, TrainRoutes
 from miles_core.schema import Batch
 
 Trace = dict[str, list[torch.Tensor]]  # op, in order of execution -> its outputs, one for each call
@@ -62,14 +66,20 @@ class Difference:
 class Gate:
     """Watches the log-probs of one training rank: "strict" stops the run, "report" only counts, "off" does not look."""
 
-    def __init__(self, mode: str, on_update: str):
-        self.mode, self.on_update = mode, on_update
+    def __init__(self, mode: str, on_update: str, *, synchronous: bool):
+        self.mode, self.on_update, self.synchronous = mode, on_update, synchronous
         self.difference: Difference | None = None
+        self.rerouted: str | None = None
 
-    def watch(self, logp_train_M: torch.Tensor, batch: Batch, version: int) -> dict[str, Metric]:
-        """`loss.parity_diff`. Remembers the first token sampled at `version` whose log-prob has other bits than the sampler's."""
+    def watch(self, logp_train_M: torch.Tensor, batch: Batch, version: int, route: TrainRoutes) -> dict[str, Metric]:
+        """`loss.parity_diff`. Remembers the first token sampled at `version` whose log-prob has other bits than the sampler's.
+
+        In a synchronous run also the first that the live router sends to other experts than those recorded.
+        """
         if self.mode == "off":
             return {}
+        if self.mode == "strict" and self.synchronous and self.rerouted is None:
+            self.rerouted = route.first_difference()
         logp_train_M = logp_train_M.detach()
         differs_M = fresh(batch, version, self.on_update) & (logp_train_M != batch.logp_roll_M)
         if self.difference is None and differs_M.any():
@@ -82,7 +92,7 @@ class Gate:
 
         `gather` gives the value of every training rank. Whichever rank ends first, and takes the others with it, has said everything.
         """
-        if self.mode != "strict" or not any(gather(self.difference is not None)):
+        if self.mode != "strict" or not any(gather(self.difference is not None or self.rerouted is not None)):
             return
         weights = {name: tensor.clone() for name, tensor in parallel.full_tensors(model)}
         mine = None
@@ -90,6 +100,11 @@ class Gate:
             mine = (
                 f"step {version + 1}: sampler and trainer differ under the same weights (version {version}): {self.difference}. "
                 f"{explain(self.difference, config, weights)}. --parity report logs such differences and goes on"
+            )
+        elif self.rerouted is not None:
+            mine = (
+                f"step {version + 1}: the live router chose other experts than in rollout, under the same weights (version {version}): "
+                f"{self.rerouted}. --parity report logs such differences and goes on"
             )
         raise ParityError(next(text for text in gather(mine) if text is not None))
 
@@ -116,7 +131,8 @@ def _trainer_trace(model: Transformer, difference: Difference) -> Trace:
     with torch.enable_grad(), _recording(model) as (trace, record):
         attend = record(PackedAttend(batch.cu_seqlens_S1, model.config.head_dim**-0.5))
         sampling = (batch.temperature_M, batch.top_p_M, batch.top_k_M)
-        logp_M, _ = model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling)
+        route = live if batch.routes_TLK is None else Replay(batch.routes_TLK, batch.routed_T)
+        logp_M, _ = model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling, route)
     mine_M = batch.sequence_M == sequence
     cut = {op: [output[begin:end] if len(output) == len(batch.tokens_T) else output[mine_M] for output in x] for op, x in trace.items()}
     return cut | {"head and log-prob": [logp_M.detach()[mine_M, None]]}
@@ -142,7 +158,9 @@ def _sampler_trace(model: Transformer, difference: Difference) -> Trace:
             attend = record(PagedAttend(cache, table_1B, *lengths, positions, c.head_dim**-0.5))
             row = [sampled_M.index(stop - 1)] if stop - 1 in sampled_M else []
             last = torch.tensor([stop - 1 - start] * len(row), dtype=torch.int64, device=tokens_L.device)
-            logits = model(tokens_L[start:stop], positions, attend, last)
+            chunk = slice(begin + start, begin + stop)
+            route = live if batch.routes_TLK is None else Replay(batch.routes_TLK[chunk], batch.routed_T[chunk])
+            logits = model(tokens_L[start:stop], positions, attend, last, route=route)
             if row:
                 here = mine_M[row]
                 sampling = (x[here] for x in (batch.temperature_M, batch.top_p_M, batch.top_k_M))
@@ -155,7 +173,13 @@ def _recording(model: Transformer) -> Iterator[tuple[Trace, Callable[[Attend], A
     """(what every op gives from now on, a function that makes an attend callable record too)."""
     trace: Trace = {}
 
-    def keep(op: str, output: torch.Tensor) -> None:
+    def keep(op: str, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
+        if isinstance(output, tuple) and op.endswith("gate"):
+            logits, ids = output
+            return keep(op, logits), keep(f"{op}: choice of experts", ids)
+        if isinstance(output, tuple):  # of a norm with a residual; the sum comes first
+            output, total = output
+            keep(f"{op}: x + residual", total)
         trace.setdefault(op, []).append(output.detach().clone())
 
     def record(attend: Attend) -> Attend:

@@ -53,6 +53,8 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Metric]
         "rollout/prefix_hit_rate": Mean(sum(t.cached for t in samples), prompt_tokens),
         "rollout/version_span_max": Max(max((int(np.ptp(t.version[:, 0])) for t in samples), default=0)),
     }
+    if any(t.route_bytes for t in samples):
+        metrics["rollout/r3_bytes_per_token"] = Mean(sum(t.route_bytes for t in samples), sum(len(t.tokens) for t in samples))
     for index, verdict in enumerate(VERDICTS):
         metrics[f"rollout/verdict/{verdict}"] = Mean(sum(t.verdict == index for t in samples), len(samples))
     return metrics

@@ -161,7 +161,7 @@ class Fetch:
 
     def attach(self, batch: Batch) -> Batch:
         """The batch with its routes; a dummy batch has none. Raises RuntimeError naming the trajectory whose rows are late or damaged."""
-        if int(batch.ids_S2[0, 0]) < 0:
+        if not self.trajectories or int(batch.ids_S2[0, 0]) < 0:
             return batch
         lengths_S = batch.cu_seqlens_S1.diff().tolist()
         rows, recorded = zip(*(self._rows(*ids, n) for ids, n in zip(batch.ids_S2.tolist(), lengths_S, strict=True)), strict=True)

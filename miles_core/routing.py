@@ -1,16 +1,16 @@
-"""R3, routing replay: the experts that a token visited in rollout are the experts that it visits in training (Miles v0.1, arXiv 2609.08368).
+"""R3, routing replay: the experts that a token visited in rollout are those that it visits in training (Miles v0.1, arXiv 2609.08368).
 
     pages = RoutePages(num_pages, moe, device)            # engine: a row of ids for every token of the KV cache, beside its keys and values
     recorder = pages.recorder(slots_T, forced_T)          # one forward of the engine: the route of the model; finish() stores the rows
     payload = encode(rows_RLK, recorded_T)                # a finished trajectory's rows as bytes; they travel by `route_transport.py`
     route = TrainRoutes(batch, moe, ...)                  # one micro-batch of the trainer: the route of the model, and what is measured
 
-A row is the ids that one token visited, [L, K]: MoE layers, slots in order. It is decided once, by the forward that first computes the token,
-and belongs to that token from then on: a prefix-cache hit brings it along, a sequence that is prefilled again (after a preemption, or under
-newer weights) is routed by the rows it has. So what the trainer replays is what gave the sampled log-probs, and both stay equal bits. Only
-the choice is replayed; weights come from the live scores, and the router gets its gradient.
+A row is the ids that one token visited, [L, K]: MoE layers, slots in order. It is decided once, by the forward that first computes the
+token, and belongs to that token from then on: a prefix-cache hit brings it along, a sequence that is prefilled again (after a preemption, or
+under newer weights) is routed by the rows it has. So what the trainer replays is what gave the sampled log-probs, and both stay equal bits.
+Only the choice is replayed; weights come from the live scores, and the router gets its gradient.
 
-Departs from the paper's system: rows in the smallest dtype that fits, of MoE layers only, kept on the rollout rank until a training rank asks.
+Departs from the paper's system: rows in the smallest dtype that fits, of MoE layers only, kept on the rollout rank until they are fetched.
 
 Legend: T tokens, R recorded tokens, L MoE layers, K slots, E experts, S sequences.
 """
@@ -61,7 +61,8 @@ def decode(payload: torch.Tensor, num_tokens: int, moe: MoEConfig) -> tuple[torc
     recorded_T = np.unpackbits(payload[:bits].cpu().numpy(), count=num_tokens).astype(bool) if len(payload) >= bits else np.zeros(0, bool)
     expected = bits + int(recorded_T.sum()) * row_nbytes(moe)
     if len(payload) != expected or len(recorded_T) != num_tokens:
-        raise ValueError(f"{len(payload)} bytes of routes for {num_tokens} tokens, {int(recorded_T.sum())} of them recorded: not {expected}")
+        count = int(recorded_T.sum())
+        raise ValueError(f"{len(payload)} bytes of routes for {num_tokens} tokens, {count} of them recorded: not {expected}")
     dtype = id_dtype(moe.num_experts)
     rows_RLK = payload[bits:].clone().view(dtype).view(-1, len(moe.layers), moe.top_k)
     if len(rows_RLK) and (largest := int(to_ids(rows_RLK).max())) >= moe.num_experts:
@@ -149,7 +150,8 @@ class TrainRoutes:
         self.calls = [0] * self.num_layers
         lengths_S = batch.cu_seqlens_S1.diff().long()
         self.real_S = batch.ids_S2[:, 0] >= 0  # a dummy sequence counts nowhere
-        self.sequence_T = torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S, output_size=batch.num_tokens)
+        numbers_S = torch.arange(len(lengths_S), device=lengths_S.device)
+        self.sequence_T = torch.repeat_interleave(numbers_S, lengths_S, output_size=batch.num_tokens)
         self.real_T = self.real_S[self.sequence_T]
         self.lengths_S = lengths_S
         self.load_LE: list[torch.Tensor] = []
@@ -230,7 +232,8 @@ def load_metrics(load_LE: torch.Tensor, moe: MoEConfig) -> dict[str, Metric]:
     share_LE = load_LE / load_LE.sum(1, keepdim=True).clamp(min=1)
     entropy_L = -(share_LE * share_LE.clamp(min=1e-30).log()).sum(1) / max(np.log(moe.num_experts), 1e-9)
     peak_L = share_LE.amax(1) * moe.num_experts
-    metrics: dict[str, Metric] = {"train/expert_entropy": Mean(float(entropy_L.sum()), len(entropy_L)), "train/expert_peak": Max(float(peak_L.max()))}
+    metrics: dict[str, Metric] = {"train/expert_entropy": Mean(float(entropy_L.sum()), len(entropy_L))}
+    metrics["train/expert_peak"] = Max(float(peak_L.max()))
     for layer, entropy, peak in zip(moe.layers, entropy_L.tolist(), peak_L.tolist(), strict=True):
         metrics |= {f"train/expert_entropy/layer_{layer}": Mean(entropy, 1), f"train/expert_peak/layer_{layer}": Max(peak)}
     return metrics

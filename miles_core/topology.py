@@ -114,7 +114,13 @@ class Topology:
         self.weights_group = dist.new_group(self.weights_ranks, timeout=timeout, backend="gloo")  # staged on the CPU
         node_groups = [dist.new_group(layout.ranks(train=True, node=n), timeout=timeout, backend="gloo") for n in range(layout.num_nodes)]
         self.node_group = node_groups[self.node]  # training ranks of this node share a ring
+        # routes go from rank to rank: CPU tensors by gloo, CUDA tensors by NCCL
+        node_groups = [dist.new_group(self._node_ranks(n), timeout=timeout, backend=backend) for n in range(layout.num_nodes)]
+        self.route_group = node_groups[self.node]
         self.train_mesh = DeviceMesh.from_group(self.train_group, device.type, mesh_dim_names=("fsdp",)) if self.trains else None
+
+    def _node_ranks(self, node: int) -> list[int]:
+        return [rank for rank in range(self.layout.world_size) if self.layout.node(rank) == node]
 
     @property
     def weights_ranks(self) -> list[int]:

@@ -66,8 +66,8 @@ class Part(NamedTuple):
 class Plan:
     """Where each byte of a publication stands: tensors in order, each part at a multiple of 64 bytes.
 
-    `shapes` {name: shape}; `dtype` "float32" or "bfloat16", but float32 for the names in `wide`; `parts` {name: [Part]}; `buckets` [(start, stop)]: what one broadcast carries,
-    at most `bucket_bytes`.
+    `shapes` {name: shape}; `dtype` "float32" or "bfloat16", but float32 for the names in `wide`; `parts` {name: [Part]};
+    `buckets` [(start, stop)]: what one broadcast carries, at most `bucket_bytes`.
     """
 
     def __init__(

@@ -4,7 +4,7 @@
     MILES_CPU_KERNELS=torch  the definitions in ref.py: no compiler needed, several times slower
     MILES_CPU_KERNELS=auto   (default) cpp where g++ and an AVX2 processor are, else torch
 
-The torch path relies on how this machine's torch happens to add, so it stays closed until `kernels.cpu.self_test` has passed.
+The torch path relies on how this machine's torch happens to add, so it stays closed until `kernels.invariance.self_test` has passed.
 
 The library lies in $XDG_CACHE_HOME/miles (or ~/.cache/miles) under a name made of everything that decides its code: sources, flags,
 compiler, processor. Ranks that start together take turns at a file lock; a file that does not match its checksum is built again.
@@ -35,6 +35,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "pack": (None, [_P, _I, _I, _P, _I]),
     "linear": (None, [_P, _P, _P, _P, _P, _I, _I, _I, _I]),
     "rmsnorm": (None, [_P, _P, _F, _P, _I, _I]),
+    "rmsnorm_residual": (None, [_P, _P, _P, _F, _P, _P, _I, _I]),
     "rope": (None, [_P, _P, _P, _P, _I, _I, _I, _I]),
     "swiglu": (None, [_P, _P, _P, _I]),
     "write_kv": (_I, [_P, _P, _P, _P, _P, _I, _I, _I, _I]),
@@ -62,7 +63,7 @@ def load() -> ctypes.CDLL | None:
         return _library
     if implementation() == "torch":
         assert _torch_open, (
-            "the torch path of the CPU kernels is unchecked on this machine: first call kernels.cpu.self_test with the model's shapes"
+            "the torch path of the CPU kernels is unchecked here: first call kernels.invariance.self_test with the model's shapes"
         )
     return _library
 

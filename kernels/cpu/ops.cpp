@@ -44,21 +44,39 @@ EXPORT void linear(const float* x, const float* weight, const float* panels, con
     }
 }
 
-// y = x / sqrt(mean(x^2) + eps) * weight, the squares added in four interleaved sums of vectors.
-EXPORT void rmsnorm(const float* x, const float* weight, float eps, float* y, int64_t num_rows, int64_t dim) {
-    for (long row = 0; row < num_rows; ++row, x += dim, y += dim) {
+// y = x / sqrt(mean(x^2) + eps) * weight, the squares added in four interleaved sums of vectors. With RESIDUAL, x + residual is written to
+// `total` and normed: read back from there, a row is in the first-level cache.
+template <bool RESIDUAL>
+static void norm_rows(const float* x, const float* residual, const float* weight, float eps, float* y, float* total, long num_rows,
+                      long dim) {
+    for (long row = 0; row < num_rows; ++row, x += dim, residual += dim, y += dim, total += dim) {
         V squares[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
         for (long i = 0; i < dim; i += LANES) {
-            const V a = i + LANES <= dim ? load(x + i) : load_part(x + i, dim - i);
+            const bool whole = i + LANES <= dim;
+            V a = whole ? load(x + i) : load_part(x + i, dim - i);
+            if (RESIDUAL) {
+                a = add(a, whole ? load(residual + i) : load_part(residual + i, dim - i));
+                whole ? store(total + i, a) : store_part(total + i, dim - i, a);
+            }
             V& square = squares[i / LANES % 4];
             square = fma(a, a, square);
         }
         const float mean = sum(add(add(squares[0], squares[1]), add(squares[2], squares[3]))) / static_cast<float>(dim);
         const V scale = set1(1.0f / std::sqrt(mean + eps));
+        const float* in = RESIDUAL ? total : x;
         long i = 0;
-        for (; i + LANES <= dim; i += LANES) store(y + i, mul(mul(load(x + i), scale), load(weight + i)));
-        if (i < dim) store_part(y + i, dim - i, mul(mul(load_part(x + i, dim - i), scale), load_part(weight + i, dim - i)));
+        for (; i + LANES <= dim; i += LANES) store(y + i, mul(mul(load(in + i), scale), load(weight + i)));
+        if (i < dim) store_part(y + i, dim - i, mul(mul(load_part(in + i, dim - i), scale), load_part(weight + i, dim - i)));
     }
+}
+
+EXPORT void rmsnorm(const float* x, const float* weight, float eps, float* y, int64_t num_rows, int64_t dim) {
+    norm_rows<false>(x, x, weight, eps, y, y, num_rows, dim);
+}
+
+EXPORT void rmsnorm_residual(const float* x, const float* residual, const float* weight, float eps, float* y, float* total,
+                             int64_t num_rows, int64_t dim) {
+    norm_rows<true>(x, residual, weight, eps, y, total, num_rows, dim);
 }
 
 // Elementwise, every product and sum rounded on its own: vector body and scalar tail agree. `backwards` turns by the opposite angle.

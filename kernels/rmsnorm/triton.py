@@ -104,9 +104,7 @@ def rmsnorm_residual(
 
 
 @rmsnorm_residual.register_fake
-def _two_like(
-    x_MD: torch.Tensor, residual_MD: torch.Tensor, weight_D: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _two_like(x_MD: torch.Tensor, residual_MD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     _check_shapes(x_MD, weight_D, residual_MD)
     return torch.empty_like(x_MD), torch.empty_like(x_MD)
 

@@ -1,6 +1,7 @@
 """The warm start that made the embedded policy: supervised, and mostly wrong on purpose.
 
     python -m miles_core.assets.tiny_sft --out DIR --seed 0        (launch/recipes/tiny_sft.sh)
+    python -m miles_core.assets.tiny_sft --out DIR --dense         as wide as the experts that one token visits, without a router
 
 A reinforcement-learning run needs a policy that is right sometimes. Here 240 batches of 128 demonstrations of the task `sort` are
 learned, of which 35 % are right; the others are plausible: descending, copied, shuffled. Sampled at temperature 1 the result sorts about
@@ -14,6 +15,7 @@ import argparse
 import math
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,16 +24,17 @@ from miles_core import numerics
 from miles_core.assets import tokenizer as tiny_tokenizer
 from miles_core.model import hf
 from miles_core.model.attend import PackedAttend
+from miles_core.model.moe import MoEConfig
 from miles_core.model.transformer import ModelConfig, Transformer
 from miles_core.tasks import Task, load, make_prompt
 
 STEPS, DEMONSTRATIONS, SHARE_RIGHT = 240, 128, 0.35
 PEAK_LR, WARMUP_STEPS, FINAL_LR = 2e-3, 20, 0.1  # FINAL_LR: fraction of the peak that a cosine ends at
-CONFIG = ModelConfig(
+DENSE = ModelConfig(
     family="qwen3",
     vocab_size=len(tiny_tokenizer.VOCABULARY),
     hidden_size=96,
-    intermediate_size=256,
+    intermediate_size=224,
     num_layers=3,
     num_heads=4,
     num_kv_heads=4,
@@ -42,6 +45,7 @@ CONFIG = ModelConfig(
     tie_embeddings=True,
     qk_norm=True,
 )
+MIXTURE = replace(DENSE, family="qwen3_moe", moe=MoEConfig(num_experts=8, top_k=2, expert_size=112, layers=(0, 1, 2)))
 
 
 def initialise(model: Transformer, seed: int) -> None:
@@ -49,7 +53,7 @@ def initialise(model: Transformer, seed: int) -> None:
     generator = torch.Generator().manual_seed(numerics.derive_seed(seed, "initial weights"))
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim >= 2:
                 parameter.normal_(0.0, 0.02, generator=generator)
             else:
                 parameter.fill_(1.0)
@@ -95,9 +99,9 @@ def learning_rate(step: int) -> float:
     return PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_LR + (1 - FINAL_LR) * cosine)
 
 
-def train(tokenizer: hf.Tokenizer, seed: int, steps: int = STEPS) -> Transformer:
+def train(tokenizer: hf.Tokenizer, seed: int, steps: int = STEPS, config: ModelConfig = MIXTURE) -> Transformer:
     """The warm-started model. Prints the loss every 40 steps; a model of `steps` < STEPS is the full run's at that step."""
-    model = hf.build(CONFIG)
+    model = hf.build(config)
     initialise(model, seed)
     task, rng = load("sort", numerics.derive_seed(seed, "warm start")), random.Random(f"demonstrations/{seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0)
@@ -117,12 +121,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint, in Hugging Face layout")
     parser.add_argument("--seed", type=int, default=0, help="initial weights, prompts and demonstrations (default: 0)")
+    parser.add_argument("--dense", action="store_true", help="no mixture of experts")
     args = parser.parse_args()
+    config = DENSE if args.dense else MIXTURE
     numerics.setup()
     args.out.mkdir(parents=True, exist_ok=True)
     tiny_tokenizer.save(args.out)
-    model = train(hf.load_tokenizer(args.out), args.seed)
-    hf.save(args.out, CONFIG, model.named_parameters(), args.out)
+    model = train(hf.load_tokenizer(args.out), args.seed, config=config)
+    hf.save(args.out, config, model.named_parameters(), args.out)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters in {args.out}; held-out pass@1: "
           f"python rollout.py --model {args.out} --task sort --eval", file=sys.stderr)  # fmt: skip
 

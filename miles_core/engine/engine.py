@@ -9,7 +9,7 @@
 A step is one forward that mixes decode and prefill rows. Tokens and log-probs do not depend on what else is in the batch, on chunking,
 cache hits or preemption: the ops are batch-invariant, and the noise is a function of (seed, group, sample, position).
 
-Legend: S sequences in a forward, T tokens in it, B pages of a sequence, M sampled rows, V vocabulary, R recorded tokens, L MoE layers, K slots.
+Legend: S sequences in a forward, T tokens in it, B pages of a sequence, M sampled rows, V vocabulary.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ class Plan:
 class Scheduler:
     """Waiting and running sequences. `schedule`, then the forward, then `complete`; `leave` for those that ended.
 
-    With `keep_rows` the routes of a sequence that must wait are saved (`saves`, to be carried out before anything is written to a page) and
-    restored. With `replay_rows` too they decide again when it is prefilled again, so that its keys and values depend on when they were made.
+    With `keep_rows` the routes of a sequence that must wait are saved (`saves`, to be carried out before anything is written to a page).
+    With `replay_rows` they decide when it is prefilled again, and its keys and values then depend on the versions that they are from.
     """
 
     def __init__(

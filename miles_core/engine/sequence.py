@@ -117,7 +117,7 @@ class Counters:
 
 @dataclass
 class Table:
-    """Running sequences, one lane each. Columns are numpy arrays [R]; `tokens`, `logp`, `version`, `row_version` are [R, T], `pages` [R, B]."""
+    """Running sequences, one lane each. Columns are numpy arrays [R]; those with a value for each token are [R, T], `pages` is [R, B]."""
 
     lanes: int
     max_tokens: int

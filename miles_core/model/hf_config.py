@@ -1,5 +1,8 @@
-"""config.json <-> ModelConfig. Read here rather than by transformers, so that both spellings in use (4.x and 5.x) mean the same thing and an
-unknown feature is refused instead of ignored."""
+"""config.json <-> ModelConfig.
+
+Read here rather than by transformers, so that both spellings in use (4.x and 5.x) mean the same thing and an unknown feature is refused
+instead of ignored.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ def load_config(model_dir: Path) -> ModelConfig:
     family, attention_bias = FAMILIES[name], bool(raw.get("attention_bias"))
     try:
         hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
-        rope = {"rope_theta": raw.get("rope_theta", 1e6 if family == "mixtral" else 1e4)} | (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
+        default_theta = 1e6 if family == "mixtral" else 1e4
+        rope = {"rope_theta": raw.get("rope_theta", default_theta)} | (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
         config = ModelConfig(
             family=family,
             vocab_size=raw["vocab_size"],
@@ -120,7 +124,7 @@ def _refuse_unsupported(raw: dict, rope: dict, c: ModelConfig, model_dir: Path) 
     for refused, what in (
         (raw.get("hidden_act", "silu") != "silu", f"activation {raw.get('hidden_act')} is not supported; only silu is"),
         (sliding, "sliding-window attention is not supported; every layer must attend to the whole context"),
-        (partial, f"partial rotary embedding ({c.rotary_dim} of {c.head_dim} dims) is not supported in {c.family}; the whole head must turn"),
+        (partial, f"partial_rotary_factor {(c.rotary_dim or 0) / c.head_dim:g} is not supported; the whole head must turn"),
         ("quantization_config" in raw, "quantised weights are not supported; give a float32, bfloat16 or float16 checkpoint"),
         (c.num_heads % c.num_kv_heads, f"{c.num_heads} attention heads are no multiple of {c.num_kv_heads} key/value heads"),
         (c.head_dim % 8, f"head_dim {c.head_dim} is no multiple of 8, which the attention kernel needs"),

@@ -12,7 +12,7 @@ from torch import nn
 
 from kernels.embedding import embedding
 from kernels.linear import PackedWeight, linear, pack
-from kernels.rmsnorm import rmsnorm
+from kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from kernels.swiglu import swiglu
 
 
@@ -58,8 +58,11 @@ class Norm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.empty(dim)), eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rmsnorm(x, self.weight, self.eps)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x; with a residual, (the norm of x + residual, x + residual)."""
+        if residual is None:
+            return rmsnorm(x, self.weight, self.eps)
+        return rmsnorm_residual(x, residual, self.weight, self.eps)
 
 
 class MLP(nn.Module):

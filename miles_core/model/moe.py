@@ -47,6 +47,11 @@ class MoEConfig:
     shared_size: int = 0  # width of the MLP that every token visits; 0 = none
 
 
+def routers(model: nn.Module) -> list[Router]:
+    """Of every MoE layer, in order."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
 def live(layer: int, logits_TE: torch.Tensor, live_TK: torch.Tensor) -> torch.Tensor:
     """The route of a model that stands alone: what the router says now."""
     return live_TK

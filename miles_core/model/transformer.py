@@ -91,8 +91,8 @@ class Block(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor, attend: Attend, route: Route
     ) -> torch.Tensor:  # fmt: skip
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_TJ, sin_TJ, attend, self.layer)
-        hidden_TD = self.post_attention_layernorm(x_TD)
+        attended_TD = self.self_attn(self.input_layernorm(x_TD), cos_TJ, sin_TJ, attend, self.layer)
+        hidden_TD, x_TD = self.post_attention_layernorm(attended_TD, residual=x_TD)
         return x_TD + (self.mlp(hidden_TD, route) if isinstance(self.mlp, MoE) else self.mlp(hidden_TD))
 
 

@@ -20,6 +20,7 @@ from tiny_models import CONFIGS, LLAMA3_ROPE, random_model, tiny
 
 from miles_core.assets import tokenizer
 from miles_core.model import hf
+from miles_core.model.layers import named_weights
 from miles_core.model.transformer import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +43,7 @@ def checkpoint(tmp_path: Path, words: Path) -> Path:
 
 
 def saved(config: ModelConfig, path: Path, words: Path) -> Path:
-    hf.save(path, config, random_model(config).named_parameters(), words)
+    hf.save(path, config, named_weights(random_model(config)), words)
     return path
 
 
@@ -59,7 +60,7 @@ def edit_tensors(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], o
 
 
 def assert_same_weights(model_dir: Path, expected: dict[str, torch.Tensor]) -> None:
-    found = dict(hf.load(model_dir).named_parameters())
+    found = dict(named_weights(hf.load(model_dir)))
     assert found.keys() == expected.keys()
     assert all(p.dtype is torch.float32 and torch.equal(p, expected[name]) for name, p in found.items())
 
@@ -68,7 +69,7 @@ def assert_same_weights(model_dir: Path, expected: dict[str, torch.Tensor]) -> N
 def test_saved_and_loaded_is_the_same(config: ModelConfig, tmp_path: Path, words: Path) -> None:
     path = saved(config, tmp_path / "model", words)
     assert hf.load_config(path) == config
-    assert_same_weights(path, dict(random_model(config).named_parameters()))
+    assert_same_weights(path, dict(named_weights(random_model(config))))
     assert hf.load_stop_ids(path) == (END,)
     assert json.loads((path / "generation_config.json").read_text())["eos_token_id"] == [END]
     prompts = [hf.load_tokenizer(p).apply_chat_template([{"role": "user", "content": "539214="}], tokenize=False) for p in (path, words)]
@@ -85,12 +86,12 @@ def test_transformers_saves_again_what_we_saved(config: ModelConfig, tmp_path: P
     assert model.generation_config.eos_token_id == [END] and model.dtype is torch.float32
     model.save_pretrained(tmp_path / "again")
     assert hf.load_config(tmp_path / "again") == config
-    assert_same_weights(tmp_path / "again", dict(random_model(config).named_parameters()))
+    assert_same_weights(tmp_path / "again", dict(named_weights(random_model(config))))
 
 
 def test_a_tokenizer_object_is_saved_too(tmp_path: Path, words: Path) -> None:
     config = CONFIGS["llama"]
-    hf.save(tmp_path / "model", config, random_model(config).named_parameters(), hf.load_tokenizer(words))
+    hf.save(tmp_path / "model", config, named_weights(random_model(config)), hf.load_tokenizer(words))
     assert hf.load_tokenizer(tmp_path / "model").encode("539214=") == hf.load_tokenizer(words).encode("539214=")
     assert hf.load_stop_ids(tmp_path / "model") == (END,)
 
@@ -114,7 +115,7 @@ def test_shards(tmp_path: Path, words: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(files) > 3 and sum(t.nbytes for file in files for t in load_file(file).values()) == index["metadata"]["total_size"]
     assert all(len(held := load_file(file)) == 1 or sum(t.nbytes for t in held.values()) <= 50_000 for file in files)
     assert {name: file.name for file in files for name in load_file(file)} == index["weight_map"]
-    expected = dict(random_model(config).named_parameters())
+    expected = dict(named_weights(random_model(config)))
     assert_same_weights(path, expected)
     theirs = AutoModelForCausalLM.from_pretrained(path).state_dict()
     assert all(torch.equal(theirs[name if name == "lm_head.weight" else f"model.{name}"], p) for name, p in expected.items())
@@ -125,7 +126,7 @@ def test_shards(tmp_path: Path, words: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_save_wants_every_tensor_once(tmp_path: Path, words: Path) -> None:
     config = CONFIGS["llama"]
-    tensors = list(random_model(config).named_parameters())
+    tensors = list(named_weights(random_model(config)))
     for wrong, message in ((tensors[:-1], "lm_head.weight"), (tensors + tensors[:1], "embed_tokens.weight came twice")):
         with pytest.raises(AssertionError, match=message):
             hf.save(tmp_path / "model", config, wrong, words)

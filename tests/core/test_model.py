@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from tiny_models import CONFIGS, LLAMA3_ROPE, random_model, random_tokens, tiny
 
 from miles_core.assets import tokenizer
-from miles_core.model import hf
+from miles_core.model import hf, hf_config
 from miles_core.model.attend import PackedAttend
+from miles_core.model.layers import named_weights
 from miles_core.model.transformer import ModelConfig, Transformer, rope_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,7 @@ def test_logits_are_those_of_transformers(config: ModelConfig, tmp_path: Path) -
 
     model = random_model(config)
     tokenizer.save(tmp_path)
-    hf.save(tmp_path, config, model.named_parameters(), tmp_path)
+    hf.save(tmp_path, config, named_weights(model), tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
     assert hf_config.FAMILIES[type(reference).__name__] == config.family
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kernels.cpu import implementation, select, self_test
+from kernels.cpu import implementation, select
+from kernels.invariance import self_test
 
 collect_ignore = ["interpreted"]  # in processes of their own: test_interpreted.py
 

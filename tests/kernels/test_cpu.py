@@ -10,13 +10,14 @@ import torch
 
 from kernels.attention import packed_attention
 from kernels.combine import combine
-from kernels.cpu import implementation, loader, self_test
+from kernels.cpu import implementation, loader
 from kernels.expert_order import expert_order
 from kernels.grouped_linear import grouped_linear, pack_experts
+from kernels.invariance import self_test
 from kernels.linear import linear
 from kernels.linear import ref as linear_ref
 from kernels.logprob import logprob
-from kernels.rmsnorm import rmsnorm
+from kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from kernels.router import select, weigh
 from kernels.sample import sample
 from kernels.swiglu import swiglu
@@ -75,7 +76,8 @@ def test_without_a_compiler(tmp_path):
     assert "ValueError: MILES_CPU_KERNELS=cpp, but there is no C++ compiler (g++); install g++" in err
     code = """
 import torch
-from kernels.cpu import implementation, self_test
+from kernels.cpu import implementation
+from kernels.invariance import self_test
 from kernels.swiglu import swiglu
 x = torch.ones(2)
 try:
@@ -87,7 +89,7 @@ for _ in range(2):
 print(implementation(), swiglu(x, x).tolist())
 """
     out, err = python(code, MILES_CPU_KERNELS="auto", **bare).communicate(timeout=60)
-    assert "first call kernels.cpu.self_test" in out and "torch [0.731" in out, (out, err)
+    assert "first call kernels.invariance.self_test" in out and "torch [0.731" in out, (out, err)
     assert err.count("using the torch path, several times slower") == err.count("passed its self-test") == 1, err
 
 
@@ -154,7 +156,8 @@ def everything() -> list[torch.Tensor]:
     token, logp = sample(linear(x, head), *settings, torch.rand(45, dtype=torch.float64))
     scores = logprob(x, head, token, *settings)
     attention = packed_attention(q, k, v, torch.tensor([0, 20, 150], dtype=torch.int32), 0.2)
-    return [y, rmsnorm(x, x[0], 1e-6), swiglu(y, -y), attention, token, logp, *scores, *experts(), logits_of_the_embedded_policy()]
+    norms = rmsnorm(x, x[0], 1e-6), *rmsnorm_residual(x, x.roll(1), x[0], 1e-6)
+    return [y, *norms, swiglu(y, -y), attention, token, logp, *scores, *experts(), logits_of_the_embedded_policy()]
 
 
 BUILDS = {"avx2": ["-march=haswell"], "scalar": ["-mfma", "-DSCALAR", "-O1"]}

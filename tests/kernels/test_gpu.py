@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu import self_test
+from kernels.invariance import self_test
 from kernels.linear import linear
 from miles_core import pack
 from miles_core.assets import TINY

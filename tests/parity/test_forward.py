@@ -14,6 +14,7 @@ import torch
 
 from kernels import cpu
 from kernels.attention import PAGE, allocate_cache
+from kernels.invariance import self_test
 from kernels.sample import sample, uniform
 from miles_core.model import hf
 from miles_core.model.attend import PackedAttend, PagedAttend
@@ -52,7 +53,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[Transformer]:
     before = cpu.implementation()
     cpu.select(implementation)
     model = make_model(c)
-    cpu.self_test([m.weight.shape for m in model.modules() if isinstance(m, Linear)], c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size)
+    self_test([m.weight.shape for m in model.modules() if isinstance(m, Linear)], c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size)
     yield model
     cpu.select(before)
 

@@ -231,9 +231,20 @@ def norm_of_the_batch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transformer, "rmsnorm", shifted)
 
 
+def residual_of_the_batch(patch: pytest.MonkeyPatch) -> None:
+    """The sum before a norm is rounded to the magnitude of the whole batch."""
+    norm_residual = transformer.rmsnorm_residual
+
+    def shifted(x: torch.Tensor, residual: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+        largest = residual.detach().abs().max() if x.numel() else 0.0
+        return norm_residual(x, residual + largest - largest, *rest)
+
+    patch.setattr(transformer, "rmsnorm_residual", shifted)
+
+
 MUTANTS = {
     torch_linear: ("proj", "head"), torch_silu: ("swiglu",), sdpa: ("attention",), unaligned_blocks: ("attention",),
-    softmax_of_the_batch: ("attention",), norm_of_the_batch: ("norm",),
+    softmax_of_the_batch: ("attention",), norm_of_the_batch: ("norm",), residual_of_the_batch: ("x + residual",),
 }  # fmt: skip
 
 

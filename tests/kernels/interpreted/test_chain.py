@@ -10,8 +10,8 @@ import torch.distributed as dist
 from conftest import DTYPES
 from torch.distributed.device_mesh import DeviceMesh
 
-from kernels.cpu import self_test
 from kernels.dispatch import triton_on_cpu
+from kernels.invariance import self_test
 from miles_core import pack
 from miles_core.engine.engine import Engine, Request, SamplingParams
 from miles_core.model import hf, parallel

@@ -4,6 +4,8 @@ import pytest
 import torch
 from conftest import DTYPES, EPSILON, assert_near, assert_row_invariant, assert_same_bits
 
+import kernels.rmsnorm as entry
+from kernels.dispatch import triton_on_cpu
 from kernels.rmsnorm import triton as op
 from kernels.rmsnorm.triton import rmsnorm, rmsnorm_residual
 
@@ -39,6 +41,7 @@ def test_residual_is_added_first_and_rounded(dtype, shape):
 def test_bits_do_not_depend_on_the_batch(dtype, rows, width):
     x, weight = torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype)
     assert_row_invariant(lambda x: rmsnorm(x, weight, 1e-6), x, chunks=(1, 3, 7, 20))
+    assert_row_invariant(lambda *rows: rmsnorm_residual(*rows, weight, 1e-6), x, x.roll(1, 0), chunks=(7, 20))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,6 +49,21 @@ def test_small_numbers_are_not_lost(dtype):
     """The squares are taken in float32: in bfloat16 or float16 they would vanish beside eps, or under it."""
     x, weight = torch.full((2, 32), 1e-4).to(dtype), torch.ones(32).to(dtype)
     assert_near(rmsnorm(x, weight, 1e-12), reference(x, weight, 1e-12), 2 * EPSILON[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_op_has_the_bits_of_adding_first_and_its_gradients(dtype):
+    """The entry of the model (kernels.rmsnorm), any leading shape; in bfloat16 too the gradients are those of the two ops apart."""
+    inputs = [torch.randn(shape).to(dtype).requires_grad_() for shape in ((3, 4, 40), (3, 4, 40), (40,))]
+    cotangents = torch.randn(2, 3, 4, 40).to(dtype)
+    x, residual, weight = inputs
+    with triton_on_cpu():
+        together = entry.rmsnorm_residual(x, residual, weight, 1e-6)
+        total = x + residual
+        apart = entry.rmsnorm(total, weight, 1e-6), total
+        assert_same_bits(tuple(y.detach() for y in together), tuple(y.detach() for y in apart))
+        grads = [torch.autograd.grad(pair, inputs, tuple(cotangents)) for pair in (together, apart)]
+    assert_same_bits(*grads)
 
 
 def test_no_rows_and_what_is_not_supported():

@@ -1,5 +1,7 @@
 """The start-up test of batch invariance, on the model's own shapes: the same rows alone, together and in chunks must give the same bits.
 
+    self_test(linear_shapes, head_dim, num_heads, num_kv_heads, vocab, device, dtype)
+
 For the C++ library and the Triton kernels this holds by construction and the test takes a moment; it would find a compiler that breaks it.
 The torch path rests on how this machine's torch adds, so it stays closed until the test has passed in this process.
 """
@@ -17,32 +19,31 @@ from kernels.attention import PAGE, allocate_cache, packed_attention, paged_atte
 from kernels.cpu.loader import implementation, torch_on_trial
 from kernels.linear import linear, pack
 from kernels.logprob import logprob
-from kernels.rmsnorm import rmsnorm
+from kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from kernels.rope import rope
 from kernels.sample import sample
 from kernels.swiglu import swiglu
 
 ROWS = 37  # no multiple of any chunk below
 CHUNKS = (1, 3, 7, 16, 20)
-CPU = torch.device("cpu")
 
 _passed: set[tuple] = set()
 
 
-def check(
+def self_test(
     linear_shapes: Iterable[tuple[int, int]],
     head_dim: int,
     num_heads: int,
     num_kv_heads: int,
     vocab: int,
-    device: torch.device = CPU,
+    device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Check the implementation in use on `device`; `linear_shapes` are the (outputs, inputs) of the model's weights.
 
     Raises ValueError if a result depends on the batch. Passing opens the torch path for this process.
     """
-    shapes = sorted(set(linear_shapes))
+    shapes, device = sorted(set(linear_shapes)), torch.device(device)
     name = "triton" if device.type == "cuda" else implementation()
     key = (name, tuple(shapes), head_dim, num_heads, num_kv_heads, vocab, dtype)
     if key in _passed:
@@ -98,6 +99,8 @@ def _check_linear(outputs: int, inputs: int, dtype: torch.dtype) -> None:
 def _check_rowwise(width: int, head_dim: int, dtype: torch.dtype) -> None:
     x, y = (_normal(ROWS, width, dtype=dtype) for _ in range(2))
     _compare(f"rmsnorm {width}", lambda rows: rmsnorm(rows, y[0].clone(), 1e-6), x)
+    for part in range(2):
+        _compare(f"rmsnorm_residual {width}", lambda *rows, part=part: rmsnorm_residual(*rows, y[0].clone(), 1e-6)[part], x, y)
     _compare(f"swiglu {width}", swiglu, x, y)
     angle = torch.randn(ROWS, head_dim // 2)
     _compare(f"rope {head_dim}", rope, _normal(ROWS, 3, head_dim, dtype=dtype), angle.cos(), angle.sin())
