@@ -175,6 +175,10 @@ def check_router(config: Config, moe: MoEConfig | None) -> None:
     flags = ["router_balance_coef", "router_z_coef", "router_bias_rate", "freeze_router"]
     for flag in (f for f in flags if moe is None and getattr(config, f)):
         raise ValueError(f"--{flag.replace('_', '-')} is for a mixture of experts, and --model {config.model} is dense: leave it out")
+    num_experts = 0 if moe is None else moe.num_experts
+    if config.expert_parallel > 1 and (not num_experts or num_experts % config.expert_parallel):
+        size = config.expert_parallel
+        raise ValueError(f"--expert-parallel {size} does not divide the {num_experts} experts of --model {config.model}")
     if config.router_bias_rate and not moe.correction_bias:
         raise ValueError(
             f"--router-bias-rate: the routers of --model {config.model} have no correction bias; use --router-balance-coef instead"

@@ -113,6 +113,9 @@ def resolve(config: Config, layout: Layout) -> Config:
     """Fill in what -1 stands for, and refuse what does not fit this world."""
     if config.prompts_per_step % layout.num_nodes:
         raise ValueError(f"--prompts-per-step {config.prompts_per_step} is not divisible by the {layout.num_nodes} nodes")
+    num_trainers = len(layout.ranks(train=True))
+    if num_trainers % config.expert_parallel:
+        raise ValueError(f"--expert-parallel {config.expert_parallel} does not divide the {num_trainers} training ranks")
     if layout.colocated and config.weight_transport == "broadcast":
         raise ValueError("--weight-transport broadcast needs ranks that only roll out: use shm, or --rollout-ranks-per-node 1 or more")
     max_staleness = (0 if layout.colocated else 1) if config.max_staleness == -1 else config.max_staleness
@@ -200,10 +203,10 @@ class Trainer:
         self.started, self.blocked_s = time.perf_counter(), 0.0
 
     def _load(self, model_dir: Path) -> Transformer:
-        model = hf.load(model_dir, self.topo.device)
+        topo, model = self.topo, hf.load(model_dir, self.topo.device)
         for router in routers(model):
             router.weight.requires_grad_(not self.config.freeze_router)
-        parallel.shard(model, self.topo.train_mesh, self.topo.dtype, reshard_after_forward=self.config.reshard_after_forward)
+        parallel.shard(model, topo.train_mesh, topo.dtype, topo.expert_mesh, reshard_after_forward=self.config.reshard_after_forward)
         return model
 
     def take(self, rollout: Rollout | None) -> list[Ref]:
@@ -358,7 +361,7 @@ def main() -> None:
         if int(os.environ.get("RANK", 0)) == 0:
             print(describe(config, layout, inputs.max_context))
         return
-    topo = Topology(layout, device, dtype, config.timeout)
+    topo = Topology(layout, device, dtype, config.timeout, config.expert_parallel)
     start = next(s for s in topo.gather(open_run(config) if topo.is_logger else None) if s is not None)
     if topo.is_logger:
         print(describe(config, layout, inputs.max_context))

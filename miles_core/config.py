@@ -77,6 +77,7 @@ class Config:
     router_bias_rate: float = _flag(
         0.0, "mixture of experts", "after each step the correction bias of an expert moves by this much towards an even load; 0 = off"
     )
+    expert_parallel: int = _flag(1, "mixture of experts", "training ranks that share the experts of a layer between them")
     freeze_router: bool = _flag(False, "mixture of experts", "do not train the routers")
     # rollout
     prompts_per_step: int = _flag(16, "rollout", "groups that one optimizer step trains on, over all nodes")
@@ -130,7 +131,7 @@ class Config:
     def __post_init__(self) -> None:
         at_least = {
             1: "steps keep_checkpoints prompts_per_step samples_per_prompt eval_samples max_new_tokens max_context max_sequences "
-            "prefill_tokens micro_batch_tokens reward_workers",
+            "prefill_tokens micro_batch_tokens reward_workers expert_parallel",
             0: "seed save_every eval_prompts temperature top_k kv_tokens clip_low clip_high icepop_low icepop_high kl_coef lr beta1 beta2 "
             "router_balance_coef router_z_coef router_bias_rate weight_decay warmup_steps max_grad_norm",
             -1: "rollout_ranks_per_node max_staleness",

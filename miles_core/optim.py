@@ -44,8 +44,8 @@ def grad_norm(parameters: Mapping[str, torch.Tensor]) -> float:
     for name, parameter in parameters.items():
         assert parameter.grad is not None, f"{name} got no gradient"
         total = total + _square_sum(_local(parameter.grad))
-        if isinstance(parameter.grad, DTensor):
-            mesh = parameter.grad.device_mesh
+        if isinstance(parameter.grad, DTensor) and parameter.grad.device_mesh.ndim == 1:
+            mesh = parameter.grad.device_mesh  # of all training ranks; dealt experts are on a 2-D mesh of the same
     if mesh is not None:
         dist.all_reduce(total, group=mesh.get_group())
     return math.sqrt(float(total))
@@ -88,7 +88,8 @@ class Optimizer:
         self.max_grad_norm = max_grad_norm
         self._schedule = {"peak": lr, "schedule": schedule, "warmup_steps": warmup_steps, "total_steps": total_steps}
         groups = [
-            {"params": [p for p in self.parameters.values() if p.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in self.parameters.values() if p.ndim == 2], "weight_decay": weight_decay},
+            {"params": [p for p in self.parameters.values() if p.ndim == 3], "weight_decay": weight_decay},  # experts: another mesh
             {"params": [p for p in self.parameters.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)

@@ -6,9 +6,9 @@
     route = TrainRoutes(batch, moe, ...)                  # one micro-batch of the trainer: the route of the model, and what is measured
 
 A row is the ids that one token visited, [L, K]: MoE layers, slots in order. It is decided once, by the forward that first computes the
-token, and belongs to that token from then on: a prefix-cache hit brings it along, a sequence that is prefilled again (after a preemption, or
-under newer weights) is routed by the rows it has. So what the trainer replays is what gave the sampled log-probs, and both stay equal bits.
-Only the choice is replayed; weights come from the live scores, and the router gets its gradient.
+token, and belongs to that token from then on: a prefix-cache hit brings it along, a sequence that is prefilled again (after a preemption,
+or under newer weights) is routed by the rows it has. So what the trainer replays is what gave the sampled log-probs, and both stay equal
+bits. Only the choice is replayed; weights come from the live scores, and the router gets its gradient.
 
 Departs from the paper's system: rows in the smallest dtype that fits, of MoE layers only, kept on the rollout rank until they are fetched.
 

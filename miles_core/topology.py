@@ -96,7 +96,7 @@ class Topology:
     somebody else's. Each is used by one thread only; gloo mixes up collectives of two threads on one group without an error.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype, timeout_s: float):
+    def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype, timeout_s: float, expert_parallel: int = 1):
         self.layout, self.device, self.dtype = layout, device, dtype
         self.rank = int(os.environ.get("RANK", 0))
         self.node = layout.node(self.rank)
@@ -117,7 +117,21 @@ class Topology:
         # routes go from rank to rank: CPU tensors by gloo, CUDA tensors by NCCL
         node_groups = [dist.new_group(self._node_ranks(n), timeout=timeout, backend=backend) for n in range(layout.num_nodes)]
         self.route_group = node_groups[self.node]
+        self.expert_mesh = self._make_expert_mesh(train_ranks, expert_parallel, timeout, backend) if expert_parallel > 1 else None
         self.train_mesh = DeviceMesh.from_group(self.train_group, device.type, mesh_dim_names=("fsdp",)) if self.trains else None
+
+    def _make_expert_mesh(self, train_ranks: list[int], size: int, timeout: timedelta, backend: str) -> DeviceMesh | None:
+        """2-D mesh of the training ranks: "expert" over `size` neighbours, which share the experts of a layer, "fsdp" over the others.
+
+        None on ranks that do not train. Neighbours, because they exchange every token of every layer.
+        """
+        mesh, mine = torch.tensor(train_ranks).view(-1, size), []
+        for lines in (mesh.t().tolist(), mesh.tolist()):
+            for ranks in lines:
+                group = dist.new_group(ranks, timeout=timeout, backend=backend)
+                if self.rank in ranks:
+                    mine.append(group)
+        return DeviceMesh.from_group(mine, self.device.type, mesh, mesh_dim_names=("fsdp", "expert")) if self.trains else None
 
     def _node_ranks(self, node: int) -> list[int]:
         return [rank for rank in range(self.layout.world_size) if self.layout.node(rank) == node]

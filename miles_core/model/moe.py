@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from kernels.combine import combine
 from kernels.expert_order import expert_order
@@ -110,8 +111,8 @@ class Experts(nn.Module):
         """Row m, which is x[rows[m]], through the MLP of its expert: rows of expert e are offsets[e] .. offsets[e + 1] - 1."""
 
         def project(name: str, x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-            packed = None if torch.is_grad_enabled() else self.packed[name]
-            return grouped_linear(x, getattr(self, name), offsets_E1, rows, packed)
+            weight, packed = getattr(self, name), None if torch.is_grad_enabled() else self.packed[name]
+            return grouped_linear(x, weight.to_local() if isinstance(weight, DTensor) else weight, offsets_E1, rows, packed)
 
         hidden_MF = swiglu(project("gate_proj", x_RD, rows_M), project("up_proj", x_RD, rows_M))
         return project("down_proj", hidden_MF, None)
