@@ -17,6 +17,7 @@ import torch
 
 from kernels.attention import PAGE, allocate_cache, packed_attention, paged_attention, write_kv
 from kernels.cpu.loader import implementation, torch_on_trial
+from kernels.dispatch import fast, on_triton
 from kernels.linear import linear, pack
 from kernels.logprob import logprob
 from kernels.rmsnorm import rmsnorm, rmsnorm_residual
@@ -43,6 +44,7 @@ def self_test(
 
     Raises ValueError if a result depends on the batch. Passing opens the torch path for this process.
     """
+    assert not fast(), "the self-test is of the invariant ops: call it before use_fast(True)"
     shapes, device = sorted(set(linear_shapes)), torch.device(device)
     name = "triton" if device.type == "cuda" else implementation()
     key = (name, tuple(shapes), head_dim, num_heads, num_kv_heads, vocab, dtype)
@@ -71,7 +73,7 @@ def _compare(what: str, op: Callable[..., torch.Tensor], *inputs: torch.Tensor) 
 
 def _equal(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
     if not torch.equal(a, b):
-        name = "triton" if a.is_cuda else implementation()
+        name = "triton" if on_triton(a) else implementation()
         fix = {
             "torch": "install g++ and set MILES_CPU_KERNELS=cpp",
             "cpp": "that is a fault of kernels/cpu",

@@ -6,14 +6,17 @@ Backward is plain torch, in float32.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from kernels.cpu.loader import load
-from kernels.dispatch import dense, on_triton
+from kernels.dispatch import dense, fast, on_triton
 from kernels.rmsnorm import ref
 
 
 def rmsnorm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """[..., D], [D] -> [..., D], both float32, or bfloat16 on a GPU."""
+    if fast():
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
     if torch.is_grad_enabled() and (x.requires_grad or weight_D.requires_grad):
         return _RMSNorm.apply(x, weight_D, eps)
     return _forward(x, weight_D, eps)
@@ -24,6 +27,9 @@ def rmsnorm_residual(x: torch.Tensor, residual: torch.Tensor, weight_D: torch.Te
 
     The sum is rounded to its dtype before it is normed, because that rounded sum is what the next layer adds to.
     """
+    if fast():
+        total = x + residual
+        return rmsnorm(total, weight_D, eps), total
     if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight_D.requires_grad):
         return _RMSNormResidual.apply(x, residual, weight_D, eps)
     return _forward_residual(x, residual, weight_D, eps)
