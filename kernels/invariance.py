@@ -46,7 +46,7 @@ def self_test(
     """
     assert not fast(), "the self-test is of the invariant ops: call it before use_fast(True)"
     shapes, device = sorted(set(linear_shapes)), torch.device(device)
-    name = "triton" if device.type == "cuda" else implementation()
+    name = _implementation(torch.empty(0, device=device))
     key = (name, tuple(shapes), head_dim, num_heads, num_kv_heads, vocab, dtype)
     if key in _passed:
         return
@@ -73,7 +73,7 @@ def _compare(what: str, op: Callable[..., torch.Tensor], *inputs: torch.Tensor) 
 
 def _equal(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
     if not torch.equal(a, b):
-        name = "triton" if on_triton(a) else implementation()
+        name = _implementation(a)
         fix = {
             "torch": "install g++ and set MILES_CPU_KERNELS=cpp",
             "cpp": "that is a fault of kernels/cpu",
@@ -81,6 +81,10 @@ def _equal(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
         }[name]
         difference = (a.double() - b.double()).abs().max()
         raise ValueError(f"the {name} kernels depend on the batch on this machine: {what} differ by {difference:.3g}; {fix}")
+
+
+def _implementation(x: torch.Tensor) -> str:
+    return "triton" if on_triton(x) else implementation()
 
 
 def _triton_version() -> str:
