@@ -41,7 +41,8 @@ def _forward(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tenso
         from kernels.rmsnorm.triton import rmsnorm as triton_rmsnorm
 
         return triton_rmsnorm(dense(x.reshape(-1, dim)), weight_D, eps).view(x.shape)
-    x, weight_D = _checked(x, dim), _checked(weight_D, dim)
+    assert weight_D.shape == (dim,) and x.dtype is torch.float32 is weight_D.dtype, (x.shape, x.dtype, weight_D.shape, weight_D.dtype)
+    x, weight_D = x.contiguous(), weight_D.contiguous()
     lib = load()
     if lib is None:
         return ref.rmsnorm(x.view(-1, dim), weight_D, eps).view(x.shape)
@@ -51,27 +52,24 @@ def _forward(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def _forward_residual(x: torch.Tensor, residual: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    dim, shape = x.shape[-1], x.shape
+    shape = x.shape
+    dim = shape[-1]
     assert residual.shape == shape, (shape, residual.shape)
     if on_triton(x):
         from kernels.rmsnorm.triton import rmsnorm_residual as triton_rmsnorm_residual
 
         y, total = triton_rmsnorm_residual(*(dense(t.reshape(-1, dim)) for t in (x, residual)), weight_D, eps)
         return y.view(shape), total.view(shape)
-    x, residual, weight_D = (_checked(t, dim) for t in (x, residual, weight_D))
+    assert weight_D.shape == (dim,) and x.dtype is residual.dtype is torch.float32 is weight_D.dtype, (shape, x.dtype, weight_D.shape)
+    x, residual, weight_D = x.contiguous(), residual.contiguous(), weight_D.contiguous()
     lib = load()
     if lib is None:
         y, total = ref.rmsnorm_residual(x.view(-1, dim), residual.view(-1, dim), weight_D, eps)
         return y.view(shape), total.view(shape)
     y, total = torch.empty_like(x), torch.empty_like(x)
-    pointers = (t.data_ptr() for t in (x, residual, weight_D))
-    lib.rmsnorm_residual(*pointers, eps, y.data_ptr(), total.data_ptr(), x.numel() // dim, dim)
+    pointers = (x.data_ptr(), residual.data_ptr(), weight_D.data_ptr(), eps, y.data_ptr(), total.data_ptr())
+    lib.rmsnorm_residual(*pointers, x.numel() // dim, dim)
     return y, total
-
-
-def _checked(x: torch.Tensor, dim: int) -> torch.Tensor:
-    assert x.dtype is torch.float32 and x.is_cpu and x.shape[-1] == dim, (x.dtype, x.device, x.shape, dim)
-    return x.contiguous()
 
 
 def _backward(ctx, x, weight_D, grad, need_weight):
