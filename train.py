@@ -365,7 +365,7 @@ def main() -> None:
     start = next(s for s in topo.gather(open_run(config) if topo.is_logger else None) if s is not None)
     if topo.is_logger:
         print(describe(config, layout, inputs.max_context))
-        print(f"parity: {config.parity} ({describe_kernels(device)})")
+        print(f"parity: {config.parity} ({describe_kernels(device, dtype, inputs.model_config.head_dim)})")
         print(start, flush=True)
 
     node_ring, board, mailbox = share(config, inputs, topo, start)

@@ -61,7 +61,8 @@ class Report:
         matrix, vector = torch.randn(side, side), torch.ones(COLD // size(1))
         gemm, read = (min(medians(seconds, lambda: matrix @ matrix, vector.sum)[i] for _ in range(5)) for i in (0, 1))
         self.flops, self.bandwidth = 2 * side**3 / gemm, COLD / read
-        print(f"{describe(device)}\nmatrix peak {self.flops / 1e9:.0f} GFLOP/s, reading memory {self.bandwidth / 1e9:.1f} GB/s\n")
+        print(describe(device, torch.get_default_dtype(), HEAD_DIM))
+        print(f"matrix peak {self.flops / 1e9:.0f} GFLOP/s, reading memory {self.bandwidth / 1e9:.1f} GB/s\n")
         print(f"{'op':28} {'M':>4} {'ours us':>10} {'torch us':>10} {'price':>6}  ours reaches")
 
     def line(self, op: str, rows: int, ours: Callable, plain: Callable, flops: float, nbytes: float) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from kernels.attention import PAGE, allocate_cache, packed_attention, paged_attention, write_kv
 from kernels.cpu.loader import implementation, torch_on_trial
+from kernels.dispatch import fast, on_triton
 from kernels.linear import linear, pack
 from kernels.logprob import logprob
 from kernels.rmsnorm import rmsnorm, rmsnorm_residual
@@ -43,8 +44,9 @@ def self_test(
 
     Raises ValueError if a result depends on the batch. Passing opens the torch path for this process.
     """
+    assert not fast(), "the self-test is of the invariant ops: call it before use_fast(True)"
     shapes, device = sorted(set(linear_shapes)), torch.device(device)
-    name = "triton" if device.type == "cuda" else implementation()
+    name = _implementation(torch.empty(0, device=device))
     key = (name, tuple(shapes), head_dim, num_heads, num_kv_heads, vocab, dtype)
     if key in _passed:
         return
@@ -71,7 +73,7 @@ def _compare(what: str, op: Callable[..., torch.Tensor], *inputs: torch.Tensor) 
 
 def _equal(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
     if not torch.equal(a, b):
-        name = "triton" if a.is_cuda else implementation()
+        name = _implementation(a)
         fix = {
             "torch": "install g++ and set MILES_CPU_KERNELS=cpp",
             "cpp": "that is a fault of kernels/cpu",
@@ -79,6 +81,10 @@ def _equal(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
         }[name]
         difference = (a.double() - b.double()).abs().max()
         raise ValueError(f"the {name} kernels depend on the batch on this machine: {what} differ by {difference:.3g}; {fix}")
+
+
+def _implementation(x: torch.Tensor) -> str:
+    return "triton" if on_triton(x) else implementation()
 
 
 def _triton_version() -> str:
