@@ -21,7 +21,7 @@ SUPPORTED = "x [M, K], weight [N, K], bias [N] or None, all bfloat16 or all floa
 
 
 @triton.jit
-def banded(blocks_m, blocks_n: tl.constexpr, ROWS_PER_BAND: tl.constexpr):
+def banded(blocks_m: tl.tensor, blocks_n: tl.constexpr, ROWS_PER_BAND: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The tile that a program has: its row block and its column block. The order decides the speed only."""
     band, place = tl.program_id(0) // (ROWS_PER_BAND * blocks_n), tl.program_id(0) % (ROWS_PER_BAND * blocks_n)
     height = tl.minimum(blocks_m - band * ROWS_PER_BAND, ROWS_PER_BAND)
@@ -30,15 +30,15 @@ def banded(blocks_m, blocks_n: tl.constexpr, ROWS_PER_BAND: tl.constexpr):
 
 @triton.jit
 def multiply(
-    x_MK,
-    weight_KN,
-    k,
+    x_MK: tl.tensor,
+    weight_KN: tl.tensor,
+    k: tl.tensor,
     K: tl.constexpr,
     STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+) -> tl.tensor:
     """Float32 sums of a tile over k in order, from pointers to its first blocks. STRIDE: elements from one k to the next in the weight."""
     total_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):

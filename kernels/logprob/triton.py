@@ -29,7 +29,7 @@ def _scaled(row_ptr, start, temperature, V: tl.constexpr, X: tl.constexpr):
 
 
 @triton.jit
-def order_key(z, id, ID_BITS: tl.constexpr):
+def order_key(z: tl.tensor, id: tl.tensor, ID_BITS: tl.constexpr) -> tl.tensor:
     """int64 that orders like (z ascending, id descending): an order-preserving integer of the float, then the id counted down."""
     bits = (z + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 are equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
