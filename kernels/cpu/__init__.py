@@ -11,6 +11,7 @@ from kernels.cpu.loader import implementation, load, select
 __all__ = ["describe", "implementation", "load", "select", "self_test"]
 
 OPS = ("embedding", "linear", "rmsnorm", "rope", "swiglu", "attention", "logprob", "sample")
+OPS += ("router", "expert_order", "grouped_linear", "combine")
 
 
 def describe(device: torch.device) -> str:
@@ -27,8 +28,10 @@ def self_test(
     vocab: int,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    expert_shapes: Iterable[tuple[int, int, int]] = (),
+    top_k: int = 1,
 ) -> None:
     """Check on the model's own shapes that results do not depend on the batch; ValueError if they do. See `invariance.check`."""
     from kernels.cpu.invariance import check  # the ops import this package, and the check imports the ops
 
-    check(linear_shapes, head_dim, num_heads, num_kv_heads, vocab, torch.device(device), dtype)
+    check(linear_shapes, head_dim, num_heads, num_kv_heads, vocab, torch.device(device), dtype, expert_shapes, top_k)
