@@ -5,10 +5,14 @@ import torch
 from conftest import DTYPES, EPSILON, assert_near, assert_same_bits
 
 from kernels import grouped_linear as entry
+from kernels.combine import combine
 from kernels.dispatch import triton_on_cpu
+from kernels.expert_order import expert_order
 from kernels.grouped_linear import triton as op
 from kernels.grouped_linear.triton import grouped_linear, grouped_weight_grad
 from kernels.linear.triton import linear
+from kernels.router import select, weigh
+from kernels.swiglu import swiglu
 
 COUNTS = [[1], [0, 3, 0, 0, 1], [7, 1, 65, 0, 6], [0, 0], [130, 0, 2]]  # rows of each expert; a row block has 64
 
@@ -94,6 +98,39 @@ def test_the_gradient_of_a_weight_sees_its_own_rows_only():
     clean = grouped_weight_grad(grad, x, offsets, None)[0]
     grad[5:], x[5:] = torch.nan, torch.nan
     assert_same_bits(grouped_weight_grad(grad, x, offsets, None)[0], clean)
+
+
+def layer_of_experts(x, logits, gate, up, down) -> tuple[torch.Tensor, torch.Tensor]:
+    """As a model has it, top-2 of sigmoid scores, and the chosen ids."""
+    ids = select(logits, 2, scoring="sigmoid")
+    weights = weigh(logits, ids, scoring="sigmoid", normalise=True, scale=1.5)
+    order, place, offsets = expert_order(ids, logits.shape[1])
+    hidden = swiglu(*(entry.grouped_linear(x, weight, offsets, order // 2) for weight in (gate, up)))
+    return combine(entry.grouped_linear(hidden, down, offsets), weights, place), ids
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_of_experts(dtype):
+    """Values and all gradients against float64; a token alone and in another order of the batch."""
+    shapes = [(13, 24), (5, 40, 24), (5, 40, 24), (5, 24, 40)]
+    x, gate, up, down = ((torch.randn(s) * s[-1] ** -0.5 * (4 if len(s) == 2 else 1)).to(dtype).requires_grad_() for s in shapes)
+    logits = torch.randn(13, 5, requires_grad=True)
+    inputs, cotangent = [x, logits, gate, up, down], torch.randn(13, 24).to(dtype)
+    with triton_on_cpu():
+        y, ids = layer_of_experts(*inputs)
+        ours = torch.autograd.grad(y, inputs, cotangent)
+        with torch.no_grad():
+            for t in range(13):
+                assert_same_bits(layer_of_experts(x[t, None], logits[t, None], gate, up, down)[0][0], y[t], f"token {t}")
+            assert_same_bits(layer_of_experts(x.roll(5, 0), logits.roll(5, 0), gate, up, down)[0].roll(-5, 0), y)
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    score = wide[1].sigmoid().gather(1, ids)
+    mix = torch.zeros(13, 5, dtype=torch.float64).scatter(1, ids, score / score.sum(1, keepdim=True) * 1.5)
+    hidden = [torch.einsum("td,efd->tef", wide[0], weight) for weight in wide[2:4]]
+    reference = torch.einsum("te,tef,edf->td", mix, torch.nn.functional.silu(hidden[0]) * hidden[1], wide[4])
+    expected = torch.autograd.grad(reference, wide, cotangent.double())
+    for one, other in zip((y, *ours), (reference, *expected), strict=True):
+        assert_near(one, other, (8 * EPSILON[dtype] + 1e-5) * other.abs().max())
 
 
 def test_no_rows():
