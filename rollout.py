@@ -197,8 +197,10 @@ def choose_kernels(c: ModelConfig, device: torch.device, dtype: torch.dtype, par
         supported = f"supported: multiples of {step} up to {widest}"
         raise ValueError(f"attention: head size {c.head_dim} is not supported on {device.type}; {supported}")
     if parity == "strict" or (device.type == "cpu" and cpu.implementation() == "torch"):
-        matrices = {shape for shape in hf.expected_shapes(c).values() if len(shape) == 2}
-        self_test(sorted(matrices), c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size, device, dtype)
+        shapes = hf.expected_shapes(c).values()
+        matrices, experts = ([shape for shape in shapes if len(shape) == ndim] for ndim in (2, 3))
+        top_k = c.moe.top_k if c.moe is not None else 1
+        self_test(matrices, c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size, device, dtype, experts, top_k)
     use_fast(parity == "off")
 
 

@@ -63,9 +63,9 @@ def train(run: Trainer, rollout: Rollout | None) -> None:
             mine = whiten(mine, topo.train_sum(*whitening_sums(mine)))
         counts = pack.Counts(*topo.train_sum(*pack.count(mine)))
         total = loss.denominator(run.loss_params, counts.loss_tokens, counts.loss_sequences)
+        run.routes.begin(shares, groups, counts)  # asks which experts each token has visited; nothing for dense models
         batches = pack.pack(mine, config.micro_batch_tokens)
         batches = pack.pad(batches, topo.train_max(len(batches)))  # FSDP: every rank runs as many forwards and backwards
-        run.routes.begin(shares, groups, counts)  # which experts each token has visited; nothing for dense models
 
         # Sum over tokens / global count, micro-batch by micro-batch.
         for number, batch in enumerate(batches, 1):
@@ -328,7 +328,8 @@ def main() -> None:
     start = next(s for s in topo.gather(open_run(config) if topo.is_logger else None) if s is not None)
     if topo.is_logger:
         print(describe(config, layout, inputs.max_context))
-        print(f"parity: {config.parity} ({describe_kernels(device, dtype, inputs.model_config.head_dim)})")
+        ops = describe_kernels(device, dtype, inputs.model_config.head_dim, experts=inputs.model_config.moe is not None)
+        print(f"parity: {config.parity} ({ops})")
         print(start, flush=True)
 
     node_ring, board, mailbox = share(config, inputs, topo, start)
@@ -380,8 +381,7 @@ def share(config: Config, inputs: Inputs, topo: Topology, start: Start) -> tuple
         )
         board = Board.create(Plan.of(hf.build(inputs.model_config, "meta"), topo.dtype), node_rollout_ranks, config.weight_transport)
         step_size = config.prompts_per_step // layout.num_nodes * config.samples_per_prompt
-        mailbox = None if layout.colocated else Mailbox.create(node_rollout_ranks, step_size)
-        made = node_ring, board, mailbox
+        made = node_ring, board, None if layout.colocated else Mailbox.create(node_rollout_ranks, step_size)
     paths = topo.gather([x and x.segment.path for x in made] if topo.is_node_leader else None)[topo.node_leader]
     if topo.is_node_leader:
         return made

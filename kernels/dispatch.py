@@ -15,6 +15,7 @@ import torch
 from kernels.cpu import implementation
 
 OPS = ("linear", "rmsnorm", "rope", "swiglu", "attention", "logprob", "sample")  # and embedding, a copy everywhere
+EXPERT_OPS = ("router", "expert_order", "grouped_linear", "combine")
 FLASH_DTYPE, FLASH_HEAD_DIM = torch.bfloat16, 256  # what flash-attn is used for: this dtype, heads up to this size
 
 _interpreted = False
@@ -44,15 +45,20 @@ def has_flash_attn() -> bool:
     return find_spec("flash_attn") is not None
 
 
-def describe(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Every op and what computes it on this device for a model of this dtype and head size; says so where results depend on the batch."""
+def describe(device: torch.device, dtype: torch.dtype, head_dim: int, *, experts: bool = False) -> str:
+    """Every op and what computes it on this device for a model of this dtype and head size, a mixture of experts or not.
+
+    Says so where results depend on the batch.
+    """
+    moe = EXPERT_OPS if experts else ()
     ours = "Triton" if device.type == "cuda" else {"cpp": "C++", "torch": "torch, row blocks of one shape"}[implementation()]
     if not _fast:
-        return f"{', '.join(OPS)}: {ours}; embedding: a copy"
+        return f"{', '.join(OPS + moe)}: {ours}; embedding: a copy"
     attention = "flash-attn" if uses_flash_attn(device, dtype, head_dim) else "torch SDPA"
     packed = "; linear of packed weights: C++" if ours == "C++" else ""
     return (
-        f"linear, rmsnorm, swiglu: torch{packed}; packed attention: {attention}; paged attention, rope, logprob, sample: {ours}; "
+        f"linear, rmsnorm, swiglu: torch{packed}; packed attention: {attention}; "
+        f"{', '.join(('paged attention', 'rope', 'logprob', 'sample', *moe))}: {ours}; "
         f"embedding: a copy; fast ops, their results depend on the batch"
     )
 
