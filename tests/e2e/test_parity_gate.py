@@ -58,5 +58,6 @@ def test_off_trains_with_fast_ops_and_says_so(tmp_path: Path, ranks: int) -> Non
 
 def test_strict_names_invariant_ops(tmp_path: Path) -> None:
     ended = succeed(tmp_path, "--prompts-per-step", 4, "--steps", 1, "--eval-prompts", 0, "--run-dir", "run", "--rollout-ranks-per-node", 0)
-    assert "parity: strict (linear, rmsnorm, rope, swiglu, attention, logprob, sample: C++; embedding: a copy)\n" in ended.out
+    ops = "linear, rmsnorm, rope, swiglu, attention, logprob, sample, router, expert_order, grouped_linear, combine"
+    assert f"parity: strict ({ops}: C++; embedding: a copy)\n" in ended.out
     assert steps(tmp_path / "run")[0]["train/logp_diff_max"] == 0.0

@@ -47,6 +47,16 @@ def arguments(dtype: torch.dtype) -> dict[str, list[tuple]]:
             (logits, *setting, None, torch.rand(5, dtype=torch.float64), False),
         ],
         "uniform": [(7, 0, *counters)],
+        "router_select": [(logits, 4, False), (logits, 4, True, torch.randn(30), 6, 3)],
+        "router_weigh": [(logits, torch.arange(10).view(5, 2), False, True, 2.5)],
+        "expert_order": [(torch.tensor([[0, 2], [1, 1]]), 3)],
+        "grouped_linear": [
+            (normal(5, 8), normal(2, 3, 8), int32(0, 4, 5), None, False),
+            (normal(5, 8), normal(2, 3, 8), int32(0, 4, 7), torch.tensor([0, 4, 2, 2, 1, 3, 0]), False),
+            (normal(5, 3), normal(2, 3, 8), int32(0, 4, 5), None, True),
+        ],
+        "grouped_weight_grad": [(normal(5, 3), normal(5, 8), int32(0, 4, 5), None)],
+        "combine": [(normal(10, 8), torch.rand(5, 2), torch.arange(10).view(5, 2))],
     }
 
 
