@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kernels import cpu
+from kernels.dispatch import use_fast
 from kernels.invariance import self_test
 from miles_core import guard, numerics, tasks
 from miles_core.advantage import ADVANTAGES
@@ -162,7 +163,7 @@ def load_inputs(config: Config, device: torch.device, dtype: torch.dtype) -> Inp
             f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt: --model {config.model} takes {max_context}"
         )
     task = tasks.load(config.task, config.seed, config.data, config.eval_data)
-    check_kernels(model_config, device, dtype, strict=config.parity == "strict")
+    choose_kernels(model_config, device, dtype, config.parity)
     check_router(config, model_config.moe)
     if config.micro_batch_tokens < max_context:
         raise ValueError(f"--micro-batch-tokens {config.micro_batch_tokens} cannot hold one sample of --max-context {max_context}")
@@ -185,18 +186,22 @@ def check_router(config: Config, moe: MoEConfig | None) -> None:
         )
 
 
-def check_kernels(c: ModelConfig, device: torch.device, dtype: torch.dtype, *, strict: bool) -> None:
-    """See that the kernels take this model, and that no result depends on the batch on its shapes; a ValueError if not.
+def choose_kernels(c: ModelConfig, device: torch.device, dtype: torch.dtype, parity: str) -> None:
+    """Invariant ops, or fast ones with parity "off". See that the kernels take this model; a ValueError if not.
 
-    The torch path is never used without.
+    And, with "strict", that no result depends on the batch on its shapes. The torch path of the CPU kernels is never used without.
     """
+    use_fast(False)
     step, widest = (16, 256) if device.type == "cuda" else (8, 1 << 16)
     if c.head_dim % step or c.head_dim > widest:
         supported = f"supported: multiples of {step} up to {widest}"
         raise ValueError(f"attention: head size {c.head_dim} is not supported on {device.type}; {supported}")
-    if strict or (device.type == "cpu" and cpu.implementation() == "torch"):
-        matrices = {shape for shape in hf.expected_shapes(c).values() if len(shape) == 2}
-        self_test(sorted(matrices), c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size, device, dtype)
+    if parity == "strict" or (device.type == "cpu" and cpu.implementation() == "torch"):
+        shapes = hf.expected_shapes(c).values()
+        matrices, experts = ([shape for shape in shapes if len(shape) == ndim] for ndim in (2, 3))
+        top_k = c.moe.top_k if c.moe is not None else 1
+        self_test(matrices, c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size, device, dtype, experts, top_k)
+    use_fast(parity == "off")
 
 
 def make_prompt(config: Config, inputs: Inputs, group: int, split: str) -> Prompt:

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from kernels.dispatch import describe as describe_kernels
-from miles_core import checkpoint, guard, loss, numerics, pack, parity, report, ring, route_transport, routing, rundir
+from miles_core import checkpoint, guard, loss, numerics, pack, parity, report, ring, rundir
 from miles_core.advantage import WHITENED, whiten, whitening_sums
 from miles_core.config import Config, parse_args
 from miles_core.metrics import Logger, Max, Mean, Metric, Sum, merge, reduce
@@ -33,9 +33,9 @@ from miles_core.model.attend import PackedAttend
 from miles_core.model.moe import Route, live, routers
 from miles_core.model.transformer import Transformer
 from miles_core.optim import Optimizer
+from miles_core.replay import ExpertRoutes
 from miles_core.ring import TRAINER, Ref, Ring
-from miles_core.route_transport import Fetch, Mailbox, RouteStore
-from miles_core.routing import BalanceParams, TrainRoutes
+from miles_core.route_transport import Mailbox, RouteStore
 from miles_core.schema import Batch, Trajectory, trajectory_nbytes
 from miles_core.topology import Layout, Topology, layout_from_env
 from miles_core.weights import Board, Plan, Publisher, Receiver
@@ -63,30 +63,28 @@ def train(run: Trainer, rollout: Rollout | None) -> None:
             mine = whiten(mine, topo.train_sum(*whitening_sums(mine)))
         counts = pack.Counts(*topo.train_sum(*pack.count(mine)))
         total = loss.denominator(run.loss_params, counts.loss_tokens, counts.loss_sequences)
+        run.routes.begin(shares, groups, counts)  # asks which experts each token has visited; nothing for dense models
         batches = pack.pack(mine, config.micro_batch_tokens)
         batches = pack.pad(batches, topo.train_max(len(batches)))  # FSDP: every rank runs as many forwards and backwards
-        fetch, routes = run.fetch_routes(shares, groups, rollout), []  # which experts each token has visited; nothing for dense models
 
         # Sum over tokens / global count, micro-batch by micro-batch.
         for number, batch in enumerate(batches, 1):
             parallel.expect_backward(run.model, last=number == len(batches))
-            batch = fetch.attach(batch.to(topo.device))
+            batch, route = run.routes.of(batch.to(topo.device))
             if topo.is_node_leader:
                 run.ring.beat(TRAINER, "training")  # to rollout ranks that wait for a slot
             batch = run.with_reference(batch)
-            route = run.route(batch, counts)
             logp_train_M, entropy_M = score(run.model, batch, route)
             value, metrics = loss.policy_loss(logp_train_M, entropy_M, batch, run.loss_params, total)
             (value + route.loss).backward()
             route.check()
-            routes.append(route)
             parts += [metrics, loss.staleness(batch, run.version), route.metrics(), run.gate.watch(logp_train_M, batch, run.version, route)]
         run.gate.check(run.version, run.model, run.inputs.model_config, topo.train_gather)
 
         # Step and publish; only then are the slots released: released at take, samples would be one version older (DESIGN 4.2).
         # `groups` are views of the slots and end here.
         grad_norm = run.optimizer.step(run.version)
-        parts.append(run.balance_experts(routes, fetch))
+        parts.append(run.routes.end(run.model, topo.train_sum, log=topo.is_logger))
         run.version += 1
         clock.lap("train")
         run.publish()
@@ -181,9 +179,9 @@ class Trainer:
     """State and machinery of one training rank: model, optimizer, ring, weights, checkpoints and logs."""
 
     def __init__(
-        self, config: Config, inputs: Inputs, topo: Topology, start: Start, node_ring: Ring, publisher: Publisher, mailbox: Mailbox | None
+        self, config: Config, inputs: Inputs, topo: Topology, start: Start, node_ring: Ring, publisher: Publisher,
+        mailbox: Mailbox | None, store: RouteStore | None,
     ):  # fmt: skip
-        self.mailbox, self.moe = mailbox, inputs.model_config.moe
         self.config, self.inputs, self.topo, self.start, self.ring, self.publisher = config, inputs, topo, start, node_ring, publisher
         self.version = start.version
         self.model = self._load(start.checkpoint or inputs.model_dir)
@@ -196,6 +194,11 @@ class Trainer:
         names = [f.name for f in dataclasses.fields(loss.LossParams)]
         self.loss_params = loss.LossParams(**{name: getattr(config, name) for name in names})
         self.gate = parity.Gate(config.parity, config.on_update, synchronous=config.max_staleness == 0)
+        self.routes = ExpertRoutes(
+            inputs.model_config.moe, config.routing_replay, config.router_balance_coef, config.router_z_coef, config.router_bias_rate,
+            passes=1 + config.activation_checkpointing, rank=topo.rank, trainers=topo.node_trainers, group=topo.route_group,
+            device=topo.device, timeout_s=config.timeout, mailbox=mailbox, store=store,
+        )  # fmt: skip
         self.checkpoints = checkpoint.Checkpointer(start.run_dir / "checkpoints", config.keep_checkpoints, topo.checkpoint_group)
         if start.checkpoint:
             checkpoint.load_optimizer(start.checkpoint, self.optimizer.parameters, self.optimizer.adamw, topo.control_group)
@@ -227,46 +230,6 @@ class Trainer:
             assert 0 <= stale <= self.config.max_staleness, (
                 f"group {t.group} sample {t.sample}: {stale} versions old at step {self.version}"
             )
-
-    def fetch_routes(
-        self, shares: Sequence[Sequence[Trajectory]], groups: Sequence[Sequence[Trajectory]], rollout: Rollout | None
-    ) -> Fetch:  # fmt: skip
-        """Ask the rollout ranks for the routes of this step's trajectories, and start to receive this rank's share of them."""
-        topo, trainers = self.topo, self.topo.node_trainers
-        mine = shares[trainers.index(topo.rank)] if self.moe is not None and self.config.routing_replay != "off" else []
-        if self.mailbox is not None or rollout is not None:
-            kept = {(t.group, t.sample) for share in shares for t in share}
-            dropped = [t for group in groups for t in group if (t.group, t.sample) not in kept]
-            wanted = route_transport.plan(shares, trainers, dropped)
-            if rollout is not None:
-                rollout.routes.serve(wanted)
-            else:
-                self.mailbox.post(wanted, self.config.timeout)
-        store = rollout.routes if rollout is not None else None
-        return Fetch(mine, store, topo.route_group, self.moe, topo.device, self.config.timeout)
-
-    def route(self, batch: Batch, counts: pack.Counts) -> TrainRoutes:
-        """What routes a micro-batch, counts the load of the experts and adds up the router's own losses."""
-        config = self.config
-        balance = BalanceParams(config.router_balance_coef, config.router_z_coef, counts.sequences, counts.tokens)
-        passes = 2 if config.activation_checkpointing else 1
-        return TrainRoutes(batch, self.moe, replay=config.routing_replay == "on", passes=passes, balance=balance)
-
-    def balance_experts(self, routes: Sequence[TrainRoutes], fetch: Fetch) -> dict[str, Metric]:
-        """Load of the experts over all training ranks (collective), to which the correction biases are fitted; and its metrics.
-
-        The bias of an expert goes up when its load is below the mean, else down: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
-        """
-        if self.moe is None:
-            return {}
-        load_LE = routing.load(routes)
-        load_LE = torch.tensor(self.topo.train_sum(*load_LE.flatten().tolist())).view_as(load_LE)
-        if self.config.router_bias_rate:
-            step_LE = self.config.router_bias_rate * (load_LE.mean(1, keepdim=True) - load_LE).sign().float()
-            for router, step_E in zip(routers(self.model), step_LE, strict=True):
-                router.e_score_correction_bias += step_E.to(self.topo.device)
-        metrics: dict[str, Metric] = {"perf/r3_fetch_s": Max(fetch.waited_s)} if self.config.routing_replay != "off" else {}
-        return metrics | (routing.load_metrics(load_LE, self.moe) if self.topo.is_logger else {})
 
     def with_reference(self, batch: Batch) -> Batch:
         """The batch with the frozen reference's log-probs, if the loss has a KL term."""
@@ -365,19 +328,21 @@ def main() -> None:
     start = next(s for s in topo.gather(open_run(config) if topo.is_logger else None) if s is not None)
     if topo.is_logger:
         print(describe(config, layout, inputs.max_context))
-        print(f"parity: {config.parity} ({describe_kernels(device)})")
+        ops = describe_kernels(device, dtype, inputs.model_config.head_dim, experts=inputs.model_config.moe is not None)
+        print(f"parity: {config.parity} ({ops})")
         print(start, flush=True)
 
     node_ring, board, mailbox = share(config, inputs, topo, start)
     trainer, rollout = None, None
+    store = RouteStore(topo.rank, topo.route_group) if topo.rolls_out else None
     group = topo.weights_group if config.weight_transport == "broadcast" else None
     if topo.trains:
         publisher = Publisher(board if topo.is_node_leader else None, config.timeout, group if topo.is_logger else None)
-        trainer = Trainer(config, inputs, topo, start, node_ring, publisher, mailbox if topo.is_node_leader else None)
+        trainer = Trainer(config, inputs, topo, start, node_ring, publisher, mailbox if topo.is_node_leader else None, store)
         trainer.publish()  # before the first rollout, so that a broken path fails in the first minute
     if topo.rolls_out:
         receiver = Receiver(board, topo.rank, config.timeout, group, topo.first_trainer)
-        model, store = hf.build(inputs.model_config, device, dtype), RouteStore(topo.rank, topo.route_group)
+        model = hf.build(inputs.model_config, device, dtype)
         rollout = Rollout(config, inputs, model, node_ring, receiver, topo.rollout_index, store, mailbox)
         rollout.refresh(min_version=start.version)
     with contextlib.closing(rollout.rewards) if rollout is not None else contextlib.nullcontext():
@@ -416,8 +381,7 @@ def share(config: Config, inputs: Inputs, topo: Topology, start: Start) -> tuple
         )
         board = Board.create(Plan.of(hf.build(inputs.model_config, "meta"), topo.dtype), node_rollout_ranks, config.weight_transport)
         step_size = config.prompts_per_step // layout.num_nodes * config.samples_per_prompt
-        mailbox = None if layout.colocated else Mailbox.create(node_rollout_ranks, step_size)
-        made = node_ring, board, mailbox
+        made = node_ring, board, None if layout.colocated else Mailbox.create(node_rollout_ranks, step_size)
     paths = topo.gather([x and x.segment.path for x in made] if topo.is_node_leader else None)[topo.node_leader]
     if topo.is_node_leader:
         return made

@@ -32,6 +32,7 @@ from triton.runtime.jit import create_function_from_signature
 from kernels.tiles import ALIGNMENT, ARCHES, DTYPES, Spec, interpreted
 
 OPS = ("linear", "rmsnorm", "rope", "swiglu", "embedding", "attention", "logprob", "sample")
+OPS += ("router", "expert_order", "grouped_linear", "combine")
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- python -m kernels.aot --write: begin -->", "<!-- python -m kernels.aot --write: end -->"
 TARGETS = {

@@ -24,13 +24,17 @@ import torch.nn.functional as F
 
 from kernels.attention import PAGE, allocate_cache, packed_attention, paged_attention, write_kv
 from kernels.dispatch import describe
+from kernels.expert_order import expert_order
+from kernels.grouped_linear import grouped_linear, pack_experts
 from kernels.linear import PackedWeight, linear, pack
 from kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from kernels.rope import rope
+from kernels.router import select, weigh
 from kernels.sample import sample
 from kernels.swiglu import swiglu
 
 D, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 576, 1536, 9, 3, 64, 49152, 30
+EXPERTS, TOP_K, EXPERT_FFN = 32, 4, 512  # a layer of experts; SmolLM2 has none
 CONTEXT = 1000  # keys that a decoded token attends to
 COLD = 256 << 20  # bytes of weights in a rotation
 
@@ -61,7 +65,8 @@ class Report:
         matrix, vector = torch.randn(side, side), torch.ones(COLD // size(1))
         gemm, read = (min(medians(seconds, lambda: matrix @ matrix, vector.sum)[i] for _ in range(5)) for i in (0, 1))
         self.flops, self.bandwidth = 2 * side**3 / gemm, COLD / read
-        print(f"{describe(device)}\nmatrix peak {self.flops / 1e9:.0f} GFLOP/s, reading memory {self.bandwidth / 1e9:.1f} GB/s\n")
+        print(describe(device, torch.get_default_dtype(), HEAD_DIM))
+        print(f"matrix peak {self.flops / 1e9:.0f} GFLOP/s, reading memory {self.bandwidth / 1e9:.1f} GB/s\n")
         print(f"{'op':28} {'M':>4} {'ours us':>10} {'torch us':>10} {'price':>6}  ours reaches")
 
     def line(self, op: str, rows: int, ours: Callable, plain: Callable, flops: float, nbytes: float) -> None:
@@ -152,6 +157,39 @@ def bench_sample(report: Report, rows: int) -> None:
         report.line(
             f"sample{name}", rows, lambda p=top_p, k=top_k: sample(logits, ones, ones * p, off + k, noise), plain, 0, 4 * logits.numel()
         )
+
+
+def bench_router(report: Report, tokens: int) -> None:
+    logits = torch.randn(tokens, EXPERTS, dtype=torch.float32)
+
+    def ours() -> torch.Tensor:
+        return weigh(logits, select(logits, TOP_K), scoring="softmax", normalise=True, scale=1.0)
+
+    def plain() -> torch.Tensor:
+        scores = logits.softmax(1).topk(TOP_K).values
+        return scores / scores.sum(1, keepdim=True)
+
+    report.line(f"router, {TOP_K} of {EXPERTS}", tokens, ours, plain, 0, size(tokens, EXPERTS))
+
+
+def bench_experts(report: Report, tokens: int) -> None:
+    """One matrix of a layer of experts: each token's row times the weights of its experts, the rows in the order of the experts."""
+    weights = [torch.randn(EXPERTS, EXPERT_FFN, D) for _ in range(max(1, COLD // size(EXPERTS, EXPERT_FFN, D)))]
+    ready, plain_weights = cycle([(weight, pack_experts(weight)) for weight in weights]), cycle(weights)
+    x, ids = torch.randn(tokens, D), select(torch.randn(tokens, EXPERTS, dtype=torch.float32), TOP_K)
+    order, _, offsets = expert_order(ids, EXPERTS)
+    rows = order // TOP_K
+
+    def ours() -> torch.Tensor:
+        weight, packed = next(ready)
+        return grouped_linear(x, weight, offsets, rows, packed)
+
+    def plain() -> torch.Tensor:
+        parts = x[rows].split(offsets.diff().tolist())
+        return torch.cat([F.linear(part, weight) for part, weight in zip(parts, next(plain_weights), strict=True)])
+
+    flops, touched = 2 * len(rows) * EXPERT_FFN * D, int(offsets.diff().count_nonzero())
+    report.line(f"experts {EXPERTS} x {EXPERT_FFN}x{D}", tokens, ours, plain, flops, size(touched, EXPERT_FFN, D))
 
 
 class Matrix(NamedTuple):
@@ -282,6 +320,9 @@ def bench_ops(report: Report) -> None:
         bench_prefill_attention(report, tokens)
     for rows in sizes[:3]:
         bench_sample(report, rows)
+    for rows in sizes:
+        bench_router(report, rows)
+        bench_experts(report, rows)
 
 
 def main() -> None:

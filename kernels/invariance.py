@@ -16,11 +16,16 @@ from importlib.util import find_spec
 import torch
 
 from kernels.attention import PAGE, allocate_cache, packed_attention, paged_attention, write_kv
+from kernels.combine import combine
 from kernels.cpu.loader import implementation, torch_on_trial
+from kernels.dispatch import fast, on_triton
+from kernels.expert_order import expert_order
+from kernels.grouped_linear import grouped_linear, pack_experts
 from kernels.linear import linear, pack
 from kernels.logprob import logprob
 from kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from kernels.rope import rope
+from kernels.router import SCORING, select, weigh
 from kernels.sample import sample
 from kernels.swiglu import swiglu
 
@@ -38,14 +43,19 @@ def self_test(
     vocab: int,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    expert_shapes: Iterable[tuple[int, int, int]] = (),
+    top_k: int = 1,
 ) -> None:
     """Check the implementation in use on `device`; `linear_shapes` are the (outputs, inputs) of the model's weights.
 
+    `expert_shapes` are the (experts, outputs, inputs) of its experts' weights, `top_k` of which a token visits.
+
     Raises ValueError if a result depends on the batch. Passing opens the torch path for this process.
     """
-    shapes, device = sorted(set(linear_shapes)), torch.device(device)
-    name = "triton" if device.type == "cuda" else implementation()
-    key = (name, tuple(shapes), head_dim, num_heads, num_kv_heads, vocab, dtype)
+    assert not fast(), "the self-test is of the invariant ops: call it before use_fast(True)"
+    shapes, expert_shapes, device = sorted(set(linear_shapes)), sorted(set(expert_shapes)), torch.device(device)
+    name = _implementation(torch.empty(0, device=device))
+    key = (name, tuple(shapes), head_dim, num_heads, num_kv_heads, vocab, dtype, tuple(expert_shapes), top_k)
     if key in _passed:
         return
     with torch_on_trial(), torch.no_grad(), torch.random.fork_rng(devices=[]), device:
@@ -55,6 +65,10 @@ def self_test(
         for width in sorted({width for shape in shapes for width in shape}):
             _check_rowwise(width, head_dim, dtype)
         _check_attention(num_heads, num_kv_heads, head_dim, dtype)
+        for num_experts in sorted({shape[0] for shape in expert_shapes}):
+            _check_router(num_experts, top_k)
+        for shape in expert_shapes:
+            _check_experts(*shape, top_k, dtype)
         _check_tokens(vocab, min(inputs for _, inputs in shapes), dtype)
     if name == "torch" and not _passed:
         print("kernels: the torch path passed its self-test: results do not depend on the batch", file=sys.stderr, flush=True)
@@ -71,7 +85,7 @@ def _compare(what: str, op: Callable[..., torch.Tensor], *inputs: torch.Tensor) 
 
 def _equal(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
     if not torch.equal(a, b):
-        name = "triton" if a.is_cuda else implementation()
+        name = _implementation(a)
         fix = {
             "torch": "install g++ and set MILES_CPU_KERNELS=cpp",
             "cpp": "that is a fault of kernels/cpu",
@@ -79,6 +93,10 @@ def _equal(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
         }[name]
         difference = (a.double() - b.double()).abs().max()
         raise ValueError(f"the {name} kernels depend on the batch on this machine: {what} differ by {difference:.3g}; {fix}")
+
+
+def _implementation(x: torch.Tensor) -> str:
+    return "triton" if on_triton(x) else implementation()
 
 
 def _triton_version() -> str:
@@ -104,6 +122,30 @@ def _check_rowwise(width: int, head_dim: int, dtype: torch.dtype) -> None:
     _compare(f"swiglu {width}", swiglu, x, y)
     angle = torch.randn(ROWS, head_dim // 2)
     _compare(f"rope {head_dim}", rope, _normal(ROWS, 3, head_dim, dtype=dtype), angle.cos(), angle.sin())
+
+
+def _check_router(num_experts: int, top_k: int) -> None:
+    logits = torch.randn(ROWS, num_experts, dtype=torch.float32)
+    for scoring in SCORING:
+        ids = select(logits, top_k, scoring=scoring)
+        _compare(f"the choice of {top_k} of {num_experts} experts", lambda rows, way=scoring: select(rows, top_k, scoring=way), logits)
+        settings = {"scoring": scoring, "normalise": True, "scale": 2.5}
+        _compare(f"the weights of {top_k} of {num_experts} experts", lambda *rows, s=settings: weigh(*rows, **s), logits, ids)
+
+
+def _check_experts(num_experts: int, outputs: int, inputs: int, top_k: int, dtype: torch.dtype) -> None:
+    """From tokens to the order of their experts and back, through one weight each."""
+    weight, x = _normal(num_experts, outputs, inputs, dtype=dtype), _normal(ROWS, inputs, dtype=dtype)
+    ids = torch.rand(ROWS, num_experts).argsort(1)[:, :top_k].contiguous()
+    mix, packed = torch.rand(ROWS, top_k, dtype=torch.float32), pack_experts(weight)
+
+    def layer(x, ids, mix, packed=packed):
+        order, place, offsets = expert_order(ids, num_experts)
+        return combine(grouped_linear(x, weight, offsets, order // top_k, packed), mix, place)
+
+    what = f"experts {num_experts} x {outputs} x {inputs}"
+    _compare(what, layer, x, ids, mix)
+    _equal(layer(x, ids, mix), layer(x, ids, mix, None), f"{what}: weights packed and not")
 
 
 def _check_attention(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:

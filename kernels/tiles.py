@@ -102,6 +102,16 @@ def _attention(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
     return Tile(block_m, PAGE, width, 8 if width == 256 else 4, 1 if arch == "gfx942" else 2)
 
 
+def _experts(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
+    """Whole rows of router logits, as 64-bit keys: 8 a thread, or as many as a wide row needs."""
+    block_n = power_of_two(n)
+    return Tile(max(1, 1024 // block_n), block_n, 1, 4 if block_n <= 1024 else 8, 1)
+
+
+def _ids(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
+    return Tile(1, 1024, 1, 4, 1)
+
+
 def _vocabulary(dtype: torch.dtype, k: int, n: int, arch: str) -> Tile:
     return Tile(1, min(max(power_of_two(n), 64), 2048), 1, 8, 1)
 
@@ -116,6 +126,10 @@ _TABLE = {
     "write_kv": _rows,
     "logprob": _vocabulary,
     "sample": _vocabulary,
+    "router": _experts,
+    "expert_order": _ids,
+    "grouped_linear": _linear,
+    "combine": _elements,
 }
 
 

@@ -61,7 +61,7 @@ class Config:
         "strict",
         "topology",
         "sampler against trainer, token by token under the same weights: strict stops the run at the first bit of difference and finds the "
-        "op, report logs it, off does not compare",
+        "op, report logs it, off does not compare and uses faster ops, whose results depend on the batch",
         choices=("strict", "report", "off"),
     )
     # mixture of experts

@@ -174,13 +174,14 @@ def _recording(model: Transformer) -> Iterator[tuple[Trace, Callable[[Attend], A
     trace: Trace = {}
 
     def keep(op: str, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
-        if isinstance(output, tuple) and op.endswith("gate"):
-            logits, ids = output
-            return keep(op, logits), keep(f"{op}: choice of experts", ids)
-        if isinstance(output, tuple):  # of a norm with a residual; the sum comes first
-            output, total = output
-            keep(f"{op}: x + residual", total)
-        trace.setdefault(op, []).append(output.detach().clone())
+        parts = {op: output}
+        if isinstance(output, tuple):
+            second = "choice of experts" if op.endswith("gate") else "x + residual"
+            parts = {op: output[0], f"{op}: {second}": output[1]}
+            if second == "x + residual":  # a norm, which comes after the sum
+                parts = dict(reversed(parts.items()))
+        for name, part in parts.items():
+            trace.setdefault(name, []).append(part.detach().clone())
 
     def record(attend: Attend) -> Attend:
         def recorded(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:

@@ -78,17 +78,19 @@ def duration(seconds: float) -> str:
 
 
 def step_line(step: int, steps: int, values: Mapping[str, float], mean_step_s: float) -> str:
-    """One optimizer step for a person: progress bar, reward, loss, staleness, parity, who waits, time left."""
+    """One optimizer step for a person: progress bar, reward, loss, staleness, parity, rerouted tokens, who waits, time left."""
     filled = round(20 * step / steps)
     if "train/logp_diff_max" in values:
         parity = f"{values['train/logp_diff_max']:.1e}"
     else:
         parity = "no fresh token" if "train/logp_diff_tokens" in values else "not compared"
+    rerouted = values.get("train/route_diff_frac")  # of a mixture of experts
     return (
         f"step {step:{len(str(steps))}d}/{steps} [{'=' * filled}{' ' * (20 - filled)}] "
         f"reward {values['rollout/reward_mean']:.3f}  loss {values['train/loss']:+.4f}  grad {values['train/grad_norm']:.2f}  "
         f"entropy {values['train/entropy']:.2f}  len {values['rollout/response_len_mean']:.1f}  "
-        f"stale {values['train/staleness_mean']:.2f}  logp_diff {parity}  wait {values['perf/trainer_wait_frac']:4.0%}  "
+        f"stale {values['train/staleness_mean']:.2f}  logp_diff {parity}  "
+        f"{f'route_diff {rerouted:.2%}  ' if rerouted is not None else ''}wait {values['perf/trainer_wait_frac']:4.0%}  "
         f"{values['perf/step_time']:.2f} s  left {duration((steps - step) * mean_step_s)}"
     )
 

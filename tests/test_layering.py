@@ -25,8 +25,9 @@ LAYERS = (
     "schema config guard rundir digest shm",
     "topology numerics metrics pacing",
     "tasks model",
-    "engine advantage ring pack loss optim report",
-    "weights checkpoint assets parity",
+    "routing",
+    "engine advantage ring pack loss optim report route_transport",
+    "weights checkpoint assets parity replay",
     "rollout",
     "train",
 )

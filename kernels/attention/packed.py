@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 
 from kernels.attention import ref
 from kernels.cpu.loader import load
-from kernels.dispatch import dense, on_triton
+from kernels.dispatch import dense, fast, on_triton, uses_flash_attn
 
 CHUNK = 128  # queries of one step of the backward: keys after the last of them are skipped
 CHUNK_SCORES = 1 << 21  # and at most this many scores (8 MiB): more sequences at once than fit in the caches gain nothing
@@ -24,9 +25,27 @@ def packed_attention(
     q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, cu_seqlens_S1: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Causal attention inside each sequence [cu_seqlens[s], cu_seqlens[s + 1]) -> [T, N, H]; the bits of `paged_attention`."""
+    if fast():
+        return _fast_attention(q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale)
     if torch.is_grad_enabled() and (q_TNH.requires_grad or k_TKH.requires_grad or v_TKH.requires_grad):
         return _PackedAttention.apply(q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale)
     return _forward(q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale)[0]
+
+
+def _fast_attention(q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale):
+    """By flash-attn (FlashAttention-2, Dao, arXiv 2307.08691), or by torch SDPA sequence by sequence; with the backward of either."""
+    lengths = cu_seqlens_S1.diff().tolist()
+    if uses_flash_attn(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1]):
+        from flash_attn import flash_attn_varlen_func
+
+        same_every_time = torch.are_deterministic_algorithms_enabled()
+        cut = (cu_seqlens_S1, cu_seqlens_S1, max(lengths), max(lengths))
+        return flash_attn_varlen_func(q_TNH, k_TKH, v_TKH, *cut, softmax_scale=scale, causal=True, deterministic=same_every_time)
+    out = []
+    for sequence in zip(*(x_TNH.split(lengths) for x_TNH in (q_TNH, k_TKH, v_TKH)), strict=True):
+        heads_first = (x_QNH.transpose(0, 1)[None] for x_QNH in sequence)
+        out.append(F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(out)
 
 
 def _forward(q_TNH, k_TKH, v_TKH, cu_seqlens_S1, scale):

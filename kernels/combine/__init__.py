@@ -29,7 +29,8 @@ def _forward(y_MN: torch.Tensor, weights_TK: torch.Tensor, place_TK: torch.Tenso
 
         return triton_combine(dense(y_MN), dense(weights_TK), dense(place_TK))
     (num_tokens, top_k), (num_rows, dim) = place_TK.shape, y_MN.shape
-    assert weights_TK.shape == place_TK.shape and num_rows == num_tokens * top_k, (y_MN.shape, weights_TK.shape, place_TK.shape)
+    fits = weights_TK.shape == place_TK.shape and top_k > 0 and num_rows == num_tokens * top_k
+    assert fits, (y_MN.shape, weights_TK.shape, place_TK.shape)
     assert y_MN.dtype is torch.float32 is weights_TK.dtype and place_TK.dtype is torch.int64, (y_MN.dtype, weights_TK.dtype, place_TK.dtype)
     lib = load()
     if lib is None:

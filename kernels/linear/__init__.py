@@ -12,9 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from kernels.cpu.loader import load
-from kernels.dispatch import dense, on_triton
+from kernels.dispatch import dense, fast, on_triton
 from kernels.linear import ref
 
 PANEL = 16  # output columns of one packed panel
@@ -71,6 +72,11 @@ def forward(
     num_out, num_in = weight_NK.shape
     *leading, width = x.shape
     assert width == num_in, (x.shape, weight_NK.shape)
+    if fast() and (packed is None or packed.panels is None):
+        if wide and x.dtype is not torch.float32:
+            assert bias_N is None, "wide sums of float32 have no bias"
+            return torch.mm(x.reshape(-1, num_in), weight_NK.t(), out_dtype=torch.float32).view(*leading, num_out)
+        return F.linear(x, weight_NK, bias_N)
     if on_triton(x):
         from kernels.linear.triton import linear as triton_linear
 

@@ -20,6 +20,37 @@ BAND = 8  # row blocks that walk over the outputs together, so that a block of t
 SUPPORTED = "x [M, K], weight [N, K], bias [N] or None, all bfloat16 or all float32, K and N at least 1"
 
 
+@triton.jit
+def banded(blocks_m: tl.tensor, blocks_n: tl.constexpr, ROWS_PER_BAND: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The tile that a program has: its row block and its column block. The order decides the speed only."""
+    band, place = tl.program_id(0) // (ROWS_PER_BAND * blocks_n), tl.program_id(0) % (ROWS_PER_BAND * blocks_n)
+    height = tl.minimum(blocks_m - band * ROWS_PER_BAND, ROWS_PER_BAND)
+    return band * ROWS_PER_BAND + place % height, place // height
+
+
+@triton.jit
+def multiply(
+    x_MK: tl.tensor,
+    weight_KN: tl.tensor,
+    k: tl.tensor,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """Float32 sums of a tile over k in order, from pointers to its first blocks. STRIDE: elements from one k to the next in the weight."""
+    total_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            x, weight = tl.load(x_MK + start), tl.load(weight_KN + start * STRIDE)
+        else:  # terms past the end are 0 on both sides: what stands in memory there may be NaN
+            x = tl.load(x_MK + start, mask=k[None, :] < K - start, other=0.0)
+            weight = tl.load(weight_KN + start * STRIDE, mask=k[:, None] < K - start, other=0.0)
+        total_MN = tl.dot(x, weight, total_MN, input_precision="ieee")
+    return total_MN
+
+
 @triton.jit(do_not_specialize=["M"])
 def _linear(
     x_ptr,
@@ -35,25 +66,14 @@ def _linear(
     BLOCK_K: tl.constexpr,
     ROWS_PER_BAND: tl.constexpr,
 ):
-    # The order in which programs visit the tiles; it decides the speed only.
     blocks_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    band, place = tl.program_id(0) // (ROWS_PER_BAND * blocks_n), tl.program_id(0) % (ROWS_PER_BAND * blocks_n)
-    height = tl.minimum(tl.cdiv(M, BLOCK_M) - band * ROWS_PER_BAND, ROWS_PER_BAND)
-    m = (band * ROWS_PER_BAND + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    block_m, block_n = banded(tl.cdiv(M, BLOCK_M), blocks_n, ROWS_PER_BAND)
+    m, n, k = block_m * BLOCK_M + tl.arange(0, BLOCK_M), block_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
 
     # Rows and outputs past the end read the last one instead of a mask: their results are never stored.
     x_MK = x_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * K + k[None, :]
     weight_KN = weight_ptr + tl.minimum(n, N - 1).to(tl.int64)[None, :] * K + k[:, None]
-    total_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
-            x, weight = tl.load(x_MK + start), tl.load(weight_KN + start)
-        else:  # terms past the end are 0 on both sides: what stands in memory there may be NaN
-            x = tl.load(x_MK + start, mask=k[None, :] < K - start, other=0.0)
-            weight = tl.load(weight_KN + start, mask=k[:, None] < K - start, other=0.0)
-        total_MN = tl.dot(x, weight, total_MN, input_precision="ieee")
+    total_MN = multiply(x_MK, weight_KN, k, K, 1, BLOCK_M, BLOCK_N, BLOCK_K)
     if BIAS:
         total_MN += tl.load(bias_ptr + tl.minimum(n, N - 1)).to(tl.float32)[None, :]
     y_MN = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]

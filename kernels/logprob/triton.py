@@ -29,7 +29,7 @@ def _scaled(row_ptr, start, temperature, V: tl.constexpr, X: tl.constexpr):
 
 
 @triton.jit
-def _key(z, id, ID_BITS: tl.constexpr):
+def order_key(z: tl.tensor, id: tl.tensor, ID_BITS: tl.constexpr) -> tl.tensor:
     """int64 that orders like (z ascending, id descending): an order-preserving integer of the float, then the id counted down."""
     bits = (z + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 are equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -50,7 +50,7 @@ def _weigh(row_ptr, temperature, largest, lowest, target, V: tl.constexpr, X: tl
     weighted = tl.full([], 0.0, tl.float64)
     for start in range(0, V, X):
         id_X, z_X = _scaled(row_ptr, start, temperature, V, X)
-        kept_X = (_key(z_X, id_X, ID_BITS) >= lowest) | (id_X == target)
+        kept_X = (order_key(z_X, id_X, ID_BITS) >= lowest) | (id_X == target)
         d_X = _shifted(tl.where(kept_X, z_X, -float("inf")), largest)
         e_X = tl.exp(d_X)
         total += tl.sum(e_X.to(tl.float64))
@@ -66,7 +66,7 @@ def _probe(row_ptr, temperature, largest, lowest, by_weight, key1, key2, key3, V
     count1_X, count2_X, count3_X = tl.full([HALF], 0, tl.int32), tl.full([HALF], 0, tl.int32), tl.full([HALF], 0, tl.int32)
     for start in range(0, V, HALF):
         id_X, z_X = _scaled(row_ptr, start, temperature, V, HALF)
-        key_X = tl.where(id_X < V, _key(z_X, id_X, ID_BITS), _NO_LIMIT)
+        key_X = tl.where(id_X < V, order_key(z_X, id_X, ID_BITS), _NO_LIMIT)
         key_X = tl.where(key_X >= lowest, key_X, _NO_LIMIT)
         measure_X = tl.where(by_weight, tl.exp(_shifted(z_X, largest)), 1.0).to(tl.float64)
         sum1_X += tl.where(key_X >= key1, measure_X, 0.0)
@@ -120,14 +120,14 @@ def _draw(row_ptr, temperature, largest, lowest, goal, V: tl.constexpr, X: tl.co
     running = tl.full([], 0.0, tl.float64)
     while (start < V) & (running <= goal):
         id_X, z_X = _scaled(row_ptr, start, temperature, V, X)
-        kept_X = _key(z_X, id_X, ID_BITS) >= lowest
+        kept_X = order_key(z_X, id_X, ID_BITS) >= lowest
         weight = tl.sum(tl.exp(_shifted(tl.where(kept_X, z_X, -float("inf")), largest)).to(tl.float64))
         chosen = tl.where(weight > 0, start, chosen)
         before = tl.where(weight > 0, running, before)
         running += weight
         start += X
     id_X, z_X = _scaled(row_ptr, chosen, temperature, V, X)
-    kept_X = _key(z_X, id_X, ID_BITS) >= lowest
+    kept_X = order_key(z_X, id_X, ID_BITS) >= lowest
     e_X = tl.exp(_shifted(tl.where(kept_X, z_X, -float("inf")), largest))
     past_X = (e_X > 0) & (before + tl.cumsum(e_X.to(tl.float64), 0) > goal)
     first = tl.min(tl.where(past_X, id_X, V))
@@ -154,7 +154,7 @@ def _token_rows_kernel(
     for start in range(0, V, X):
         id_X, z_X = _scaled(row_ptr, start, temperature, V, X)
         largest_X = tl.maximum(largest_X, z_X)
-        highest_X = tl.maximum(highest_X, _key(z_X, id_X, ID_BITS))
+        highest_X = tl.maximum(highest_X, order_key(z_X, id_X, ID_BITS))
     largest, highest = tl.max(largest_X), tl.max(highest_X)
 
     lowest = tl.full([], _NO_LIMIT, tl.int64)
@@ -175,7 +175,7 @@ def _token_rows_kernel(
     if wants_z != 0:
         for start in range(0, V, X):
             id_X, z_X = _scaled(row_ptr, start, temperature, V, X)
-            kept_X = (_key(z_X, id_X, ID_BITS) >= lowest) | (id_X == target)
+            kept_X = (order_key(z_X, id_X, ID_BITS) >= lowest) | (id_X == target)
             tl.store(z_ptr + row.to(tl.int64) * V + id_X, tl.where(kept_X, z_X, -float("inf")), mask=id_X < V)
 
 

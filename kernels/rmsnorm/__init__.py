@@ -6,14 +6,17 @@ Backward is plain torch, in float32.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from kernels.cpu.loader import load
-from kernels.dispatch import dense, on_triton
+from kernels.dispatch import dense, fast, on_triton
 from kernels.rmsnorm import ref
 
 
 def rmsnorm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """[..., D], [D] -> [..., D], both float32, or bfloat16 on a GPU."""
+    if fast():
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
     if torch.is_grad_enabled() and (x.requires_grad or weight_D.requires_grad):
         return _RMSNorm.apply(x, weight_D, eps)
     return _forward(x, weight_D, eps)
@@ -24,6 +27,9 @@ def rmsnorm_residual(x: torch.Tensor, residual: torch.Tensor, weight_D: torch.Te
 
     The sum is rounded to its dtype before it is normed, because that rounded sum is what the next layer adds to.
     """
+    if fast():
+        total = x + residual
+        return rmsnorm(total, weight_D, eps), total
     if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight_D.requires_grad):
         return _RMSNormResidual.apply(x, residual, weight_D, eps)
     return _forward_residual(x, residual, weight_D, eps)
@@ -35,7 +41,8 @@ def _forward(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tenso
         from kernels.rmsnorm.triton import rmsnorm as triton_rmsnorm
 
         return triton_rmsnorm(dense(x.reshape(-1, dim)), weight_D, eps).view(x.shape)
-    x, weight_D = _checked(x, dim), _checked(weight_D, dim)
+    assert weight_D.shape == (dim,) and x.dtype is torch.float32 is weight_D.dtype, (x.shape, x.dtype, weight_D.shape, weight_D.dtype)
+    x, weight_D = x.contiguous(), weight_D.contiguous()
     lib = load()
     if lib is None:
         return ref.rmsnorm(x.view(-1, dim), weight_D, eps).view(x.shape)
@@ -45,27 +52,24 @@ def _forward(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def _forward_residual(x: torch.Tensor, residual: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    dim, shape = x.shape[-1], x.shape
+    shape = x.shape
+    dim = shape[-1]
     assert residual.shape == shape, (shape, residual.shape)
     if on_triton(x):
         from kernels.rmsnorm.triton import rmsnorm_residual as triton_rmsnorm_residual
 
         y, total = triton_rmsnorm_residual(*(dense(t.reshape(-1, dim)) for t in (x, residual)), weight_D, eps)
         return y.view(shape), total.view(shape)
-    x, residual, weight_D = (_checked(t, dim) for t in (x, residual, weight_D))
+    assert weight_D.shape == (dim,) and x.dtype is residual.dtype is torch.float32 is weight_D.dtype, (shape, x.dtype, weight_D.shape)
+    x, residual, weight_D = x.contiguous(), residual.contiguous(), weight_D.contiguous()
     lib = load()
     if lib is None:
         y, total = ref.rmsnorm_residual(x.view(-1, dim), residual.view(-1, dim), weight_D, eps)
         return y.view(shape), total.view(shape)
     y, total = torch.empty_like(x), torch.empty_like(x)
-    pointers = (t.data_ptr() for t in (x, residual, weight_D))
-    lib.rmsnorm_residual(*pointers, eps, y.data_ptr(), total.data_ptr(), x.numel() // dim, dim)
+    pointers = (x.data_ptr(), residual.data_ptr(), weight_D.data_ptr(), eps, y.data_ptr(), total.data_ptr())
+    lib.rmsnorm_residual(*pointers, x.numel() // dim, dim)
     return y, total
-
-
-def _checked(x: torch.Tensor, dim: int) -> torch.Tensor:
-    assert x.dtype is torch.float32 and x.is_cpu and x.shape[-1] == dim, (x.dtype, x.device, x.shape, dim)
-    return x.contiguous()
 
 
 def _backward(ctx, x, weight_D, grad, need_weight):

@@ -35,7 +35,7 @@ def select(
     Raises ValueError for sizes that do not fit; on a GPU also for more than 4096 experts.
     """
     num_experts = logits_TE.shape[-1]
-    if not 0 < top_k <= num_experts or num_groups != 1:
+    if not 0 < top_k <= num_experts or not num_groups == top_groups == 1:
         _require_sizes(num_experts, top_k, num_groups, top_groups)
     logits_TE, sigmoid = logits_TE.detach(), _sigmoid(logits_TE, scoring)
     if bias_E is not None and (bias_E.dtype is not torch.float32 or bias_E.shape != (num_experts,)):

@@ -53,7 +53,7 @@ def test_fields_by_hand() -> None:
     for name in expected:
         wanted = torch.float32 if name in floats else torch.int32 if name == "cu_seqlens_S1" else torch.int64
         assert getattr(batch, name).dtype == wanted, name
-    assert pack.count([masked, multi_turn]) == pack.Counts(loss_tokens=3, loss_sequences=1, tokens=8)
+    assert pack.count([masked, multi_turn]) == pack.Counts(loss_tokens=3, loss_sequences=1, tokens=8, sequences=2)
 
 
 def _sequences(batches: list[Batch]) -> Counter:
@@ -105,7 +105,7 @@ def test_balance_deals_every_trajectory_once_and_nearly_equal_tokens(num_ranks: 
 def test_more_ranks_than_trajectories_leaves_empty_ranks_that_still_have_a_batch() -> None:
     shares = pack.balance([trajectory(3, 4)], 3)
     assert [len(share) for share in shares] == [1, 0, 0]
-    assert pack.count(shares[1]) == pack.Counts(0, 0, 0)
+    assert pack.count(shares[1]) == pack.Counts(0, 0, 0, 0)
     (batch,) = pack.pack(shares[1], 64)
     assert (batch.num_tokens, batch.num_sequences, len(batch.rows_M)) == (1, 1, 1)
     assert batch.keep_M.sum() == batch.weight_S.sum() == 0

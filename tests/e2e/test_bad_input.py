@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from miles_core.assets import TINY
 from miles_core.model import hf
-from rollout import check_kernels
+from rollout import choose_kernels
 
 SMALL = ("--prompts-per-step", 2, "--samples-per-prompt", 4, "--eval-prompts", 2, "--run-dir", "run")
 ENDLESS = (*SMALL, "--steps", 100000, "--save-every", 0)
@@ -67,7 +67,7 @@ def test_every_rank_of_a_torchrun_has_the_mistake_and_one_says_it(tmp_path: Path
 def test_head_size_that_no_kernel_takes() -> None:
     config = dataclasses.replace(hf.load_config(TINY), head_dim=20)
     with pytest.raises(ValueError, match="attention: head size 20 is not supported on cpu; supported: multiples of 8"):
-        check_kernels(config, torch.device("cpu"), torch.float32, strict=False)
+        choose_kernels(config, torch.device("cpu"), torch.float32, "report")
 
 
 # ---- model directories --------------------------------------------------------------------------------------------------------------

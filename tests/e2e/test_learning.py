@@ -18,12 +18,13 @@ NUM_STEPS = 40
 FLAGS = ("--seed", 1, "--eval-samples", 2, "--eval-prompts", 100)
 EVAL = ("eval/sort/pass@1", "eval/sort/pass@2", "eval/sort/reward_mean", "eval/sort/not_ok_frac")
 ALWAYS = {
-    "train": "loss pg_loss entropy clip_frac ratio_mean ratio_max grad_norm lr tokens staleness_mean staleness_max logp_diff_tokens",
+    "train": "loss pg_loss entropy clip_frac ratio_mean ratio_max grad_norm lr tokens staleness_mean staleness_max logp_diff_tokens "
+    "route_diff_frac route_diff_frac/layer_0 expert_entropy expert_entropy/layer_2 expert_peak expert_peak/layer_1",
     "rollout": "reward_mean reward_std pass@8 response_len_mean response_len_max truncated_frac zero_std_frac verdict/ok verdict/timeout "
-    "verdict/infra_error verdict/no_verdict prefix_hit_rate version_span_max",
-    "perf": "step_time gen_tokens_per_s train_tokens_per_s weight_sync_s trainer_wait_frac producer_blocked_frac",
+    "verdict/infra_error verdict/no_verdict prefix_hit_rate version_span_max r3_bytes_per_token",
+    "perf": "r3_fetch_s step_time gen_tokens_per_s train_tokens_per_s weight_sync_s trainer_wait_frac producer_blocked_frac",
     "ring": "ready in_flight reclaimed bytes",
-}  # DESIGN section 5, less what needs a flag (kl) or a mixture of experts (route_diff_frac)
+}  # DESIGN section 5, less what needs a flag (kl)
 FRESH = {f"train/logp_diff_{name}" for name in ("max", "p99", "mean", "frac")}  # of a step that had a token of the newest version
 
 

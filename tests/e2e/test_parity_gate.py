@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -40,3 +41,23 @@ def test_off_does_not_look(tmp_path: Path) -> None:
     ended = succeed(tmp_path, *FLAGS, "--parity", "off", script=SCRIPT)
     assert "logp_diff not compared" in ended.out
     assert not any("logp_diff" in name for step in steps(tmp_path / "run") for name in step)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_off_trains_with_fast_ops_and_says_so(tmp_path: Path, ranks: int) -> None:
+    flags = ("--prompts-per-step", 4, "--steps", 3, "--eval-prompts", 0, "--run-dir", "run")
+    ended = succeed(tmp_path, *flags, "--parity", "off", ranks=ranks)
+    (line,) = re.findall(r"^parity: (.*)$", ended.out, re.MULTILINE)
+    assert line.startswith("off (linear, rmsnorm, swiglu: torch; ") and "packed attention: torch SDPA; " in line
+    assert line.endswith("; fast ops, their results depend on the batch)")
+    assert len(re.findall(r"^step .* logp_diff not compared ", ended.out, re.MULTILINE)) == 3
+    trained = steps(tmp_path / "run")
+    assert [step["step"] for step in trained] == [1, 2, 3] and not any("logp_diff" in name for step in trained for name in step)
+    assert all(math.isfinite(step["train/loss"]) and step["train/grad_norm"] > 0 for step in trained)
+
+
+def test_strict_names_invariant_ops(tmp_path: Path) -> None:
+    ended = succeed(tmp_path, "--prompts-per-step", 4, "--steps", 1, "--eval-prompts", 0, "--run-dir", "run", "--rollout-ranks-per-node", 0)
+    ops = "linear, rmsnorm, rope, swiglu, attention, logprob, sample, router, expert_order, grouped_linear, combine"
+    assert f"parity: strict ({ops}: C++; embedding: a copy)\n" in ended.out
+    assert steps(tmp_path / "run")[0]["train/logp_diff_max"] == 0.0

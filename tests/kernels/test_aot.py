@@ -46,7 +46,7 @@ def test_registers_and_shared_memory_suffice(op, arch):
 @pytest.mark.parametrize("arch", NVIDIA)
 def test_dots_become_matrix_instructions(arch):
     dots = [r for op in OPS for r in compiled(op, arch) if r.spec.dot]
-    assert {"linear", "attention"} <= {r.op for r in dots}
+    assert {"linear", "attention", "grouped_linear"} <= {r.op for r in dots}
     for r in dots:  # float32 has no exact matrix instruction on these: plain fused multiply-adds
         assert r.matrix == (MATRIX[arch] if r.spec.dtype is torch.bfloat16 else ""), r.row
 
@@ -115,19 +115,69 @@ def call_embedding(rows, dtype):
     embedding_backward(torch.zeros(rows, 100, dtype=dtype), torch.arange(rows), rows)
 
 
-CALLS = {"linear": call_linear, "rmsnorm": call_rmsnorm, "rope": call_rope, "swiglu": call_swiglu, "embedding": call_embedding}
+def call_router(rows, dtype):
+    from kernels.router.triton import select
+
+    select(torch.zeros(rows, 128), 8, False)
+
+
+def call_expert_order(rows, dtype):
+    from kernels.expert_order.triton import expert_order
+
+    expert_order(torch.zeros(rows, 3, dtype=torch.int64), 5)
+
+
+def call_grouped_linear(rows, dtype):
+    from kernels.grouped_linear.triton import grouped_linear
+
+    weight, offsets = torch.zeros(5, 33, 100, dtype=dtype), torch.zeros(6, dtype=torch.int32)
+    grouped_linear(torch.zeros(7, 100, dtype=dtype), weight, offsets, torch.zeros(rows, dtype=torch.int64), False)
+
+
+def call_grouped_weight_grad(rows, dtype):
+    from kernels.grouped_linear.triton import grouped_weight_grad
+
+    offsets = torch.zeros(6, dtype=torch.int32)
+    grouped_weight_grad(torch.zeros(rows, 33, dtype=dtype), torch.zeros(rows, 100, dtype=dtype), offsets, None)
+
+
+def call_weigh(rows, dtype):
+    from kernels.router.triton import weigh
+
+    weigh(torch.zeros(rows, 128), torch.zeros(rows, 8, dtype=torch.int64), False, True, float(rows))
+
+
+def call_combine(rows, dtype):
+    from kernels.combine.triton import combine
+
+    combine(torch.zeros(3 * rows, 100, dtype=dtype), torch.zeros(rows, 3), torch.zeros(rows, 3, dtype=torch.int64))
+
+
+CALLS = {
+    call_linear: "linear",
+    call_rmsnorm: "rmsnorm",
+    call_rope: "rope",
+    call_swiglu: "swiglu",
+    call_embedding: "embedding",
+    call_router: "router",
+    call_weigh: "router",
+    call_expert_order: "expert_order",
+    call_grouped_linear: "grouped_linear",
+    call_grouped_weight_grad: "grouped_linear",
+    call_combine: "combine",
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", CALLS)
-def test_the_wrapper_launches_one_of_these_variants_whatever_the_rows(launches, op, dtype):
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__.removeprefix("call_"))
+def test_the_wrapper_launches_one_of_these_variants_whatever_the_rows(launches, call, dtype):
     for rows in ROWS:
-        CALLS[op](rows, dtype)
+        call(rows, dtype)
     variants = [(*specialise(kernel, "sm_90", *args, **kwargs), kernel) for kernel, args, kwargs in launches]
     assert len(variants) == len(ROWS) and all(variant == variants[0] for variant in variants)
     known = [
         (spec.signature, spec.constants, aligned(spec), {"num_warps": spec.warps, "num_stages": spec.stages, **spec.options}, spec.kernel)
-        for spec in specs(op, dtype, "sm_90")
+        for spec in specs(CALLS[call], dtype, "sm_90")
     ]
     assert variants[0] in known
 

@@ -10,14 +10,17 @@ import torch
 
 from kernels.attention import packed_attention
 from kernels.combine import combine
+from kernels.combine import ref as combine_ref
 from kernels.cpu import implementation, loader
 from kernels.expert_order import expert_order
 from kernels.grouped_linear import grouped_linear, pack_experts
+from kernels.grouped_linear import ref as grouped_linear_ref
 from kernels.invariance import self_test
 from kernels.linear import linear
 from kernels.linear import ref as linear_ref
 from kernels.logprob import logprob
 from kernels.rmsnorm import rmsnorm, rmsnorm_residual
+from kernels.router import ref as router_ref
 from kernels.router import select, weigh
 from kernels.sample import sample
 from kernels.swiglu import swiglu
@@ -105,7 +108,8 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_self_test_passes(impl):
-    self_test([(96, 40), (40, 96)], head_dim=24, num_heads=4, num_kv_heads=2, vocab=99)
+    shapes = {"expert_shapes": [(6, 50, 40), (6, 40, 25)], "top_k": 3}
+    self_test([(96, 40), (40, 96)], head_dim=24, num_heads=4, num_kv_heads=2, vocab=99, **shapes)
 
 
 def test_self_test_refuses_an_op_that_depends_on_the_batch(monkeypatch):
@@ -120,7 +124,23 @@ def test_self_test_refuses_an_op_that_depends_on_the_batch(monkeypatch):
         loader.select(before)
 
 
-@torch.no_grad()
+def test_self_test_refuses_experts_that_depend_on_the_batch(monkeypatch):
+    before = implementation()
+    loader.select("torch")
+    for module, name, said in (
+        (grouped_linear_ref, "grouped_linear", "experts 6 x 9 x 8"),
+        (combine_ref, "combine", "experts 6 x 9 x 8"),
+        (router_ref, "weigh", "the weights of 2 of 6 experts"),
+        (router_ref, "select", "the choice of 2 of 6 experts"),
+    ):
+        right = getattr(module, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda x, *rest, right=right: right(x, *rest) + len(x) % 5)
+            with pytest.raises(ValueError, match=f"depend on the batch on this machine: {said}"):
+                self_test([(24, 8)], head_dim=8, num_heads=2, num_kv_heads=1, vocab=16, expert_shapes=[(6, 9, 8)], top_k=2)
+    loader.select(before)
+
+
 @torch.no_grad()
 def logits_of_the_embedded_policy() -> torch.Tensor:
     """Two sequences packed, every position."""

@@ -36,6 +36,14 @@ def test_no_op_depends_on_the_batch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_op_of_a_layer_of_experts_depends_on_the_batch(dtype: torch.dtype) -> None:
+    """Shapes of Qwen3-30B-A3B, and sizes that divide nothing."""
+    experts = {"expert_shapes": [(128, 1536, 2048), (128, 2048, 768)], "top_k": 8}
+    self_test([(128, 2048)], 128, 32, 4, 1000, "cuda", dtype, **experts)
+    self_test([(60, 100)], 64, 4, 2, 1000, "cuda", dtype, expert_shapes=[(60, 33, 100)], top_k=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1024, 1024), (151936, 896), (33, 100)], ids=str)
 def test_linear_over_a_sweep_of_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
     generator = torch.Generator("cuda").manual_seed(0)

@@ -39,6 +39,11 @@ def test_the_largest_scores_in_order(impl, scoring, tokens, experts, top_k):
     torch.testing.assert_close(scores_of(logits, scoring).double(), exact, rtol=2e-6, atol=1e-37)
 
 
+def test_as_many_experts_as_an_id_of_16_bits_names(impl):
+    logits = torch.randn(2, 1 << 16)
+    assert select(logits, 8).tolist() == expected_ids(scores_of(logits, "softmax"), 8)
+
+
 @pytest.mark.parametrize("scoring", SCORING)
 @pytest.mark.parametrize(("experts", "num_groups", "top_groups", "top_k"), GROUPS)
 def test_bias_and_groups(impl, scoring, experts, num_groups, top_groups, top_k):
@@ -129,6 +134,7 @@ def test_what_does_not_fit_is_named(impl):
         ({"top_k": 2, "num_groups": 3}, "num_groups=3.*equal groups of at least 2"),
         ({"top_k": 2, "num_groups": 8}, "num_groups=8.*equal groups of at least 2"),
         ({"top_k": 2, "num_groups": 4, "top_groups": 5}, "top_groups <= num_groups"),
+        ({"top_k": 2, "top_groups": 2}, "top_groups <= num_groups"),
         ({"top_k": 5, "num_groups": 4, "top_groups": 2}, "1 <= top_k <= 4"),
         ({"top_k": 2, "scoring": "tanh"}, "scoring='tanh'.*softmax, sigmoid"),
         ({"top_k": 2, "bias_E": torch.zeros(7)}, r"bias \[7\].*float32 \[8\]"),

@@ -3,6 +3,8 @@
     python -m pytest tests/parity/test_engine_parity.py
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,8 @@ from kernels import sample as ops
 from miles_core.engine.engine import Engine, Request, SamplingParams
 from miles_core.model import hf
 from miles_core.model.attend import PackedAttend
+from miles_core.model.layers import named_weights
+from miles_core.model.moe import MoEConfig
 from miles_core.model.transformer import ModelConfig
 
 LLAMA = ModelConfig(
@@ -21,6 +25,12 @@ QWEN3 = ModelConfig(
     vocab_size=517, hidden_size=64, intermediate_size=200, num_layers=3, num_heads=4, num_kv_heads=1, head_dim=24, rms_norm_eps=1e-6,
     rope_theta=1e6, rope_scaling=None, max_position=512, tie_embeddings=False, qkv_bias=False, qk_norm=True, family="qwen3",
 )  # fmt: skip
+MOE = replace(QWEN3, family="qwen3_moe", moe=MoEConfig(num_experts=7, top_k=3, expert_size=52, layers=(1, 2), normalise=False))
+GLM = replace(
+    LLAMA, family="glm4_moe", rotary_dim=8, qk_norm=True,
+    moe=MoEConfig(8, 2, 40, (1,), scoring="sigmoid", num_groups=4, top_groups=2, correction_bias=True, shared_size=40),
+)  # fmt: skip
+FAMILIES = {"llama": LLAMA, "qwen3": QWEN3, "qwen3-moe": MOE, "glm4-moe": GLM}
 SEED = 11
 
 
@@ -28,12 +38,12 @@ def make_model(config: ModelConfig, seed: int = 0):
     torch.manual_seed(seed)
     model = hf.build(config, "cpu")
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for name, p in named_weights(model):
             p.fill_(1.0) if "norm" in name else p.normal_(0, 0.12)
     return model
 
 
-@pytest.fixture(scope="module", params=[LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=FAMILIES.values(), ids=FAMILIES)
 def model(request):
     return make_model(request.param)
 
@@ -159,7 +169,7 @@ def perturb(model) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_batch_tokens": 40}, {"num_pages": 5}], ids=["roomy", "chunked", "preempted"])
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_after_recompute_every_token_has_the_bits_of_its_version(config, changes):
     model = make_model(config)
     trajectories, engine = interrupted(model, "recompute", 30, lambda: perturb(model), **changes)

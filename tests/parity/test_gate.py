@@ -8,6 +8,7 @@ The real engine samples, the real packing and the trainer's forward score, the g
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,22 +18,26 @@ import torch.nn.functional as F
 from kernels.attention import PAGE, write_kv
 from miles_core import pack
 from miles_core.engine.engine import Engine, Request, SamplingParams
-from miles_core.model import hf, transformer
+from miles_core.model import hf, layers, moe, transformer
 from miles_core.model.attend import PackedAttend, PagedAttend
+from miles_core.model.moe import MoEConfig
 from miles_core.model.transformer import ModelConfig, Transformer
 from miles_core.parity import Gate, ParityError
+from miles_core.route_transport import Fetch, RouteStore
+from miles_core.routing import BalanceParams, TrainRoutes
 from miles_core.schema import Trajectory
 
-CONFIG = ModelConfig(
+DENSE = ModelConfig(
     family="qwen3", vocab_size=307, hidden_size=208, intermediate_size=396, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=24,
     rms_norm_eps=1e-6, rope_theta=1e4, max_position=512, tie_embeddings=True, qk_norm=True,
 )  # fmt: skip
 
+MIXTURE = replace(DENSE, family="qwen3_moe", moe=MoEConfig(num_experts=6, top_k=3, expert_size=132, layers=(0, 1)))
 
-@pytest.fixture(scope="module")
-def model() -> Transformer:
+
+def made(config: ModelConfig) -> Transformer:
     torch.manual_seed(0)
-    made = hf.build(CONFIG)
+    made = hf.build(config)
     with torch.no_grad():
         for name, p in made.named_parameters():
             p.fill_(1.0) if "norm" in name else p.normal_(0, 0.08)
@@ -40,24 +45,44 @@ def model() -> Transformer:
     return made
 
 
-def sampled(model: Transformer) -> list[Trajectory]:
-    """Answers of five groups of two, in company, with chunked prefill; some longer than a page."""
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return made(DENSE)
+
+
+@pytest.fixture(scope="module")
+def mixture() -> Transformer:
+    return made(MIXTURE)
+
+
+def sampled(model: Transformer, store: RouteStore | None = None) -> list[Trajectory]:
+    """Answers of five groups of two, in company, with chunked prefill; some longer than a page. Their routes go to the store."""
     rng = np.random.default_rng(1)
-    engine = Engine(model, None, seed=3, num_pages=60, max_batch_tokens=40, max_sequences=7)
+    replay = "off" if store is None else "on"
+    engine = Engine(model, None, seed=3, num_pages=60, max_batch_tokens=40, max_sequences=7, routing_replay=replay)
     ways = [SamplingParams(1.0, 1.0, 0, 70, ()), SamplingParams(0.8, 0.9, 0, 9, ())]
     prompts = [rng.integers(0, 307, length).astype(np.int32) for length in (3, 30, 61, 64, 90)]
     requests = [Request(g, sample, prompt, ways[g % 2]) for g, prompt in enumerate(prompts) for sample in range(2)]
-    return [completion.trajectory for completion in engine.generate(requests)]
+    completions = engine.generate(requests)
+    for completion in completions if store is not None else ():
+        store.keep(completion.trajectory, completion.routes)
+    return [completion.trajectory for completion in completions]
 
 
-def watched(model: Transformer, trajectories: list[Trajectory], mode: str = "strict", version: int = 0) -> tuple[Gate, list[dict]]:
+def watched(
+    model: Transformer, trajectories: list[Trajectory], mode: str = "strict", version: int = 0, store: RouteStore | None = None,
+    *, replay: bool = True,
+) -> tuple[Gate, list[dict]]:  # fmt: skip
     """The gate after the trainer's forwards, and what it counted."""
-    gate, seen = Gate(mode, "recompute"), []
-    for batch in pack.pack(trajectories, 400):
+    gate, seen, moe = Gate(mode, "recompute", synchronous=True), [], model.config.moe
+    fetch = Fetch([] if store is None else trajectories, store, None, moe, torch.device("cpu"), 1.0)
+    for batch in map(fetch.attach, pack.pack(trajectories, 400)):
         sampling = (batch.temperature_M, batch.top_p_M, batch.top_k_M)
-        attend = PackedAttend(batch.cu_seqlens_S1, CONFIG.head_dim**-0.5)
-        logp_M, _ = model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling)
-        seen.append(gate.watch(logp_M, batch, version))
+        attend = PackedAttend(batch.cu_seqlens_S1, model.config.head_dim**-0.5)
+        route = TrainRoutes(batch, moe, replay=replay, passes=1, balance=BalanceParams())
+        logp_M, _ = model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling, route)
+        route.check()
+        seen.append(gate.watch(logp_M, batch, version, route) | route.metrics())
     return gate, seen
 
 
@@ -69,7 +94,7 @@ def counted(seen: list[dict]) -> tuple[int, float]:
 
 def message(gate: Gate, model: Transformer, version: int = 0) -> str:
     with pytest.raises(ParityError) as error:
-        gate.check(version, model, CONFIG, lambda mine: [mine])
+        gate.check(version, model, model.config, lambda mine: [mine])
     return str(error.value)
 
 
@@ -77,7 +102,7 @@ def test_without_a_fault_every_token_passes(model: Transformer) -> None:
     trajectories = sampled(model)
     gate, seen = watched(model, trajectories)
     assert counted(seen) == (sum(int(t.loss_mask.sum()) for t in trajectories), 0.0)
-    gate.check(0, model, CONFIG, lambda mine: [mine])
+    gate.check(0, model, DENSE, lambda mine: [mine])
 
 
 def flipped(trajectories: list[Trajectory]) -> Trajectory:
@@ -109,7 +134,7 @@ def test_nan_is_a_difference(model: Transformer) -> None:
 def test_another_rank_that_differs_stops_this_one_too(model: Transformer) -> None:
     gate, _ = watched(model, sampled(model))
     with pytest.raises(ParityError, match="^what the other one found$"):
-        gate.check(7, model, CONFIG, lambda mine: [mine, True if mine is False else "what the other one found"])
+        gate.check(7, model, DENSE, lambda mine: [mine, True if mine is False else "what the other one found"])
 
 
 def test_tokens_of_other_weights_are_not_compared(model: Transformer) -> None:
@@ -117,7 +142,7 @@ def test_tokens_of_other_weights_are_not_compared(model: Transformer) -> None:
     flipped(trajectories)
     gate, seen = watched(model, trajectories, version=1)
     assert sum(metrics["train/logp_diff_tokens"].value() for metrics in seen) == 0
-    gate.check(1, model, CONFIG, lambda mine: [mine])
+    gate.check(1, model, DENSE, lambda mine: [mine])
 
 
 def test_report_counts_and_off_does_not_look(model: Transformer) -> None:
@@ -125,7 +150,7 @@ def test_report_counts_and_off_does_not_look(model: Transformer) -> None:
     flipped(trajectories)
     gate, seen = watched(model, trajectories, "report")
     assert 0.0 < counted(seen)[1] < 1e-5
-    gate.check(0, model, CONFIG, lambda mine: [mine])
+    gate.check(0, model, DENSE, lambda mine: [mine])
     gate, seen = watched(model, trajectories, "off")
     assert not any(seen) and gate.difference is None
 
@@ -134,11 +159,12 @@ def test_report_counts_and_off_does_not_look(model: Transformer) -> None:
 
 
 def torch_linear(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transformer, "linear", lambda x, weight, bias=None, packed=None, wide=False: F.linear(x, weight, bias))
+    for module in (layers, transformer):
+        patch.setattr(module, "linear", lambda x, weight, bias=None, packed=None, wide=False: F.linear(x, weight, bias))
 
 
 def torch_silu(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transformer, "swiglu", lambda gate, up: F.silu(gate) * up)
+    patch.setattr(layers, "swiglu", lambda gate, up: F.silu(gate) * up)
 
 
 def paged_by(attend_one: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -222,24 +248,24 @@ def softmax_of_the_batch(patch: pytest.MonkeyPatch) -> None:
 
 def norm_of_the_batch(patch: pytest.MonkeyPatch) -> None:
     """Every norm is multiplied by the largest value of the whole batch and divided by it again: exact in real numbers only."""
-    norm = transformer.rmsnorm
+    norm = layers.rmsnorm
 
     def shifted(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         largest = x.detach().abs().max() if x.numel() else 1.0
         return norm(x, weight, eps) * largest / largest
 
-    patch.setattr(transformer, "rmsnorm", shifted)
+    patch.setattr(layers, "rmsnorm", shifted)
 
 
 def residual_of_the_batch(patch: pytest.MonkeyPatch) -> None:
     """The sum before a norm is rounded to the magnitude of the whole batch."""
-    norm_residual = transformer.rmsnorm_residual
+    norm_residual = layers.rmsnorm_residual
 
     def shifted(x: torch.Tensor, residual: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
         largest = residual.detach().abs().max() if x.numel() else 0.0
         return norm_residual(x, residual + largest - largest, *rest)
 
-    patch.setattr(transformer, "rmsnorm_residual", shifted)
+    patch.setattr(layers, "rmsnorm_residual", shifted)
 
 
 MUTANTS = {
@@ -257,3 +283,72 @@ def test_a_mutant_is_caught_and_its_op_named(mutate: Callable, model: Transforme
     assert "The first op that differs is " in text, text
     op = text.split("The first op that differs is ")[1].split(",")[0]
     assert any(word in op for word in MUTANTS[mutate]), text
+
+
+# ---- mixtures of experts
+
+
+@pytest.mark.parametrize("replay", [True, False], ids=["replayed", "live"])
+def test_a_mixture_passes_and_its_live_routes_are_those_recorded(mixture: Transformer, replay: bool) -> None:
+    store = RouteStore(0, None)
+    trajectories = sampled(mixture, store)
+    gate, seen = watched(mixture, trajectories, store=store, replay=replay)
+    assert counted(seen) == (sum(int(t.loss_mask.sum()) for t in trajectories), 0.0)
+    compared = [metrics["train/route_diff_frac"] for metrics in seen]
+    assert sum(m.total for m in compared) == 0, "the router decided the same twice"
+    assert sum(m.count for m in compared) == 2 * sum(len(t.tokens) - 1 for t in trajectories), "every token but the last, in both layers"
+    gate.check(0, mixture, MIXTURE, lambda mine: [mine])
+    assert not store.rows, "every row was taken"
+
+
+def grouped_by_torch(patch: pytest.MonkeyPatch) -> None:
+    def grouped(x, weight_END, offsets_E1, rows_M=None, packed=None):  # noqa: ANN001, ANN202  the signature of the op
+        x_MD = x if rows_M is None else x[rows_M]
+        return torch.cat([F.linear(part, w) for part, w in zip(x_MD.split(offsets_E1.diff().tolist()), weight_END, strict=True)])
+
+    patch.setattr(moe, "grouped_linear", grouped)
+
+
+def combined_by_expert(patch: pytest.MonkeyPatch) -> None:
+    """The outputs of a token are added in the order of the whole batch's largest expert first, not of its own slots."""
+
+    def combine(y_MD: torch.Tensor, weights_TK: torch.Tensor, place_TK: torch.Tensor) -> torch.Tensor:
+        slot = int(place_TK.float().mean(0).argmax()) if len(place_TK) else 0
+        terms_TKD = y_MD[place_TK] * weights_TK[..., None]
+        return sum(terms_TKD.roll(slot, 1).unbind(1))
+
+    patch.setattr(moe, "combine", combine)
+
+
+def router_by_torch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(moe, "linear", lambda x, weight, bias=None, packed=None, wide=False: F.linear(x, weight, bias))
+
+
+MOE_MUTANTS = {grouped_by_torch: ("experts",), combined_by_expert: ("experts",), router_by_torch: ("gate",)}
+
+
+@pytest.mark.parametrize("mutate", MOE_MUTANTS, ids=lambda mutate: mutate.__name__)
+def test_a_mutant_of_a_mixture_is_caught(mutate: Callable, mixture: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    store = RouteStore(0, None)
+    gate, seen = watched(mixture, sampled(mixture, store), store=store)
+    assert counted(seen)[1] > 0.0
+    text = message(gate, mixture)
+    op = text.split("The first op that differs is ")[1].split(",")[0]
+    assert any(word in op for word in MOE_MUTANTS[mutate]), text
+
+
+def test_rows_shifted_by_one_token_stop_a_synchronous_run(mixture: Transformer) -> None:
+    """Twice over: the log-probs differ, and so does the live router."""
+    store = RouteStore(0, None)
+    trajectories = sampled(mixture, store)
+    shifted = next(t for t in trajectories if t.group == 3 and t.sample == 0)
+    payload = store.rows[3, 0]
+    bits, row = -(-len(shifted.tokens) // 8), 2 * 3
+    store.keep(shifted, torch.cat([payload[:bits], payload[bits:].roll(row)]))
+    gate, _ = watched(mixture, trajectories, store=store)
+    assert gate.difference is not None, "the log-probs differ"
+    assert gate.rerouted is not None and "group 3 sample 0, position " in gate.rerouted
+    assert "sampler and trainer differ" in message(gate, mixture)
+    gate.difference = None
+    assert message(gate, mixture).startswith("step 1: the live router chose other experts than in rollout, under the same weights (version")

@@ -11,7 +11,6 @@ from conftest import DTYPES
 from torch.distributed.device_mesh import DeviceMesh
 
 from kernels.dispatch import triton_on_cpu
-from kernels.invariance import self_test
 from miles_core import pack
 from miles_core.engine.engine import Engine, Request, SamplingParams
 from miles_core.model import hf, parallel
@@ -118,15 +117,3 @@ def test_bfloat16_over_float32_masters() -> None:
         assert optimizer.step(version) > 0
         for name, master in parallel.full_tensors(trainer, master=True):
             assert master.dtype is torch.float32 and not torch.equal(master.bfloat16(), weights[name]), name
-
-
-def test_the_start_up_test_passes_and_would_find_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = {"linear_shapes": [(24, 40)], "head_dim": 16, "num_heads": 2, "num_kv_heads": 1, "vocab": 30, "dtype": torch.bfloat16}
-    with triton_on_cpu():
-        self_test(**shapes)
-        from kernels.linear import triton as module
-
-        sound = module.linear
-        monkeypatch.setattr(module, "linear", lambda x, *args: sound(x, *args) * (1 + (len(x) == 7)))
-        with pytest.raises(ValueError, match="depend on the batch on this machine: linear 24 x 40"):
-            self_test(**{**shapes, "vocab": 31})

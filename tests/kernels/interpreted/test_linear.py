@@ -80,16 +80,3 @@ def test_what_is_not_supported_is_named():
         linear(torch.randn(8, 4).t(), weight)
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         linear(torch.randn(33)[1:].view(4, 8), weight)
-
-
-def test_torch_compile_keeps_the_op():
-    """One graph, with nothing of the op taken apart: compiled code calls the same kernel."""
-    x, weight = torch.randn(5, 8), torch.randn(3, 8)
-    compiled = torch.compile(lambda x, weight: linear(x, weight) + 1, backend="aot_eager", fullgraph=True)
-    assert_same_bits(compiled(x, weight), linear(x, weight) + 1)
-
-
-def test_shapes_are_known_without_running():
-    y = linear(torch.empty(5, 8, device="meta"), torch.empty(3, 8, device="meta"))
-    assert y.device.type == "meta" and y.shape == (5, 3)
-    torch.library.opcheck(op.linear, (torch.randn(5, 8), torch.randn(3, 8), torch.randn(3)), test_utils=("test_schema", "test_faketensor"))
