@@ -17,9 +17,9 @@ from kernels.attention import PAGE
 from miles_core import routing
 from miles_core.metrics import merge
 from miles_core.model.moe import MoEConfig, routers
-from miles_core.pack import dummy
+from miles_core.pack import Counts, dummy
+from miles_core.replay import ExpertRoutes
 from miles_core.routing import BalanceParams, Replay, RoutePages, TrainRoutes, decode, encode, id_dtype, load, load_metrics, to_ids
-from train import Trainer
 
 SIZES = [7, 256, 257, 65536]
 
@@ -172,32 +172,38 @@ def test_load_metrics_where_nothing_was_routed() -> None:
     assert all(math.isfinite(metric.value()) for metric in found.values())
 
 
-def trainer_of(model: torch.nn.Module, moe: MoEConfig, rate: float, sums: list) -> SimpleNamespace:
-    """As much of a Trainer as `balance_experts` uses."""
+def routes_of(moe: MoEConfig | None, bias_rate: float, loads: list) -> ExpertRoutes:
+    """A training rank's routes after micro-batches with these loads, one of each layer."""
+    routes = ExpertRoutes(
+        moe, "off", 0.0, 0.0, bias_rate, passes=1, rank=0, trainers=[0], group=None, device=torch.device("cpu"), timeout_s=1.0,
+        mailbox=None, store=None,
+    )  # fmt: skip
+    routes.begin([[]], [], Counts(0, 0, 0, 0))
+    routes.used = [SimpleNamespace(load_LE=load_LE) for load_LE in loads]
+    return routes
+
+
+def test_the_bias_of_an_overloaded_expert_goes_down_and_of_an_idle_one_up() -> None:
+    config = CONFIGS["glm4-moe"]
+    model = random_model(config)
+    load_LE = torch.tensor([[9, 3, 3, 3, 3, 3, 0, 0], [3] * 8])
+    loads = [[row_E // 3 for row_E in load_LE]] * 3
+    before = [router.e_score_correction_bias.clone() for router in routers(model)]
+    weights = [router.weight.clone() for router in routers(model)]
+    sums: list = []
 
     def train_sum(*counts: float) -> list[float]:
         sums.append(counts)
         return [2 * count for count in counts]  # as if another rank had the same load
 
-    topo = SimpleNamespace(train_sum=train_sum, device=torch.device("cpu"), is_logger=True)
-    return SimpleNamespace(moe=moe, model=model, topo=topo, config=SimpleNamespace(router_bias_rate=rate, routing_replay="on"))
-
-
-def test_the_bias_of_an_overloaded_expert_goes_down_and_of_an_idle_one_up() -> None:
-    config = CONFIGS["glm4-moe"]
-    model, moe = random_model(config), config.moe
-    load_LE = torch.tensor([[9, 3, 3, 3, 3, 3, 0, 0], [3] * 8])
-    routes = [SimpleNamespace(load_LE=[row_E // 3 for row_E in load_LE]) for _ in range(3)]
-    assert torch.equal(load(routes), load_LE.double())
-    before = [router.e_score_correction_bias.clone() for router in routers(model)]
-    weights = [router.weight.clone() for router in routers(model)]
-    sums: list = []
-    metrics = Trainer.balance_experts(trainer_of(model, moe, 0.25, sums), routes, SimpleNamespace(waited_s=1.5))
+    routes = routes_of(config.moe, 0.25, loads)
+    assert torch.equal(load(routes.used), load_LE.double())
+    metrics = routes.end(model, train_sum, log=True)
     assert sums == [tuple(map(float, load_LE.flatten()))], "one sum over the training ranks"
     steps = [router.e_score_correction_bias - b for router, b in zip(routers(model), before, strict=True)]
     torch.testing.assert_close(torch.stack(steps), 0.25 * torch.tensor([[-1.0, 0, 0, 0, 0, 0, 1, 1], [0] * 8]), rtol=0, atol=1e-6)
     assert all(torch.equal(router.weight, w) for router, w in zip(routers(model), weights, strict=True))
-    assert metrics["perf/r3_fetch_s"].value() == 1.5 and metrics["train/expert_peak"].value() == pytest.approx(3.0)
+    assert metrics["train/expert_peak"].value() == pytest.approx(3.0)
 
 
 def test_a_moved_bias_moves_the_choice_and_not_the_weights() -> None:
@@ -215,10 +221,9 @@ def test_no_bias_moves_without_a_rate_and_a_dense_model_has_no_load() -> None:
     config = CONFIGS["glm4-moe"]
     model = random_model(config)
     before = [router.e_score_correction_bias.clone() for router in routers(model)]
-    routes = [SimpleNamespace(load_LE=[torch.tensor([8] + [0] * 7)] * 2)]
-    Trainer.balance_experts(trainer_of(model, config.moe, 0.0, []), routes, SimpleNamespace(waited_s=0.0))
+    routes_of(config.moe, 0.0, [[torch.tensor([8] + [0] * 7)] * 2]).end(model, lambda *counts: list(counts), log=False)
     assert all(torch.equal(router.e_score_correction_bias, b) for router, b in zip(routers(model), before, strict=True))
-    assert Trainer.balance_experts(SimpleNamespace(moe=None), [], None) == {}
+    assert routes_of(None, 0.0, []).end(model, lambda *counts: list(counts), log=True) == {}
 
 
 def test_a_dense_model_has_nothing_to_route() -> None:
