@@ -186,15 +186,16 @@ class TrainRoutes:
 
     def __call__(self, layer: int, logits_TE: torch.Tensor, live_TK: torch.Tensor) -> torch.Tensor:
         ids_TK = self.replay(layer, logits_TE, live_TK) if self.replays else live_TK
+        auxiliary = self._auxiliary(logits_TE, ids_TK)  # also when recomputed: the backward must find what the forward saved
         self.calls[layer] += 1
-        if self.calls[layer] > 1:  # recomputed for the backward: everything is counted already
+        if self.calls[layer] > 1:  # everything is counted already
             return ids_TK
         if self.replay is not None:
             recorded_TK = to_ids(self.replay.rows_TLK[:, layer])
             self.differs_LT.append((recorded_TK.sort(1).values != live_TK.sort(1).values).any(1) & self.replay.recorded_T)
         experts_E = torch.arange(self.moe.num_experts, device=ids_TK.device)
         self.load_LE.append((ids_TK[self.real_T].flatten()[:, None] == experts_E).sum(0))
-        self.loss = self.loss + self._auxiliary(logits_TE, ids_TK)
+        self.loss = self.loss + auxiliary
         return ids_TK
 
     def _auxiliary(self, logits_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
