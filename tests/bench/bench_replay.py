@@ -21,14 +21,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
 from kernels import dispatch
-from kernels.logprob import rows as _  # noqa: F401  builds the CPU library before anything is timed
 from miles_core import guard, numerics, pack
 from miles_core.assets import TINY
 from miles_core.engine.engine import Completion, Engine, Request, SamplingParams
@@ -37,6 +35,8 @@ from miles_core.model.moe import MoEConfig
 from miles_core.model.transformer import Transformer
 from miles_core.route_transport import Fetch, RouteStore
 from miles_core.routing import BalanceParams, TrainRoutes, encode, id_dtype
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def print_bytes() -> None:
@@ -148,8 +148,9 @@ def print_runs(seeds: list[int], steps: int, staleness: int, flags: list[str]) -
                 lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
             trained = [line for line in lines if "train/loss" in line]
             fresh, stale = mean(trained, "train/logp_diff_mean"), mean(trained, "train/logp_diff_mean_stale1")
+            rerouted = mean(trained, "train/route_diff_frac")
             print(
-                f"{'on' if replay == 'on' else 'off':6s}  {seed:4d}  {mean(trained, 'train/route_diff_frac'):10.3%}  {fresh:12.2e} / {stale:.2e}"
+                f"{'on' if replay == 'on' else 'off':6s}  {seed:4d}  {rerouted:10.3%}  {fresh:12.2e} / {stale:.2e}"
                 f"  {max(line['train/ratio_max'] for line in trained):16.2f}  {mean(trained[-10:], 'rollout/reward_mean'):15.3f}"
                 f"  {lines[-1]['eval/sort/pass@1']:.3f}",
                 flush=True,
