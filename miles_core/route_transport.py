@@ -19,7 +19,8 @@ Nothing here ever routes anew: what is missing, damaged or of another size stops
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -157,7 +158,8 @@ class Fetch:
                 self.arriving[t.group, t.sample] = (store.take(t.group, t.sample), None)
                 continue
             payload = torch.empty(t.route_bytes, dtype=torch.uint8, device=device)
-            self.arriving[t.group, t.sample] = (payload, dist.irecv(payload, t.route_owner, group))
+            with self._arrival(t.group, t.sample, t.route_owner):  # which also fails here, where the owner is known to have died
+                self.arriving[t.group, t.sample] = (payload, dist.irecv(payload, t.route_owner, group))
 
     def attach(self, batch: Batch) -> Batch:
         """The batch with its routes; a dummy batch has none. Raises RuntimeError naming the trajectory whose rows are late or damaged."""
@@ -170,13 +172,11 @@ class Fetch:
     def _rows(self, group: int, sample: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         payload, work = self.arriving.pop((group, sample))
         length, owner, expected = self.trajectories[group, sample]
-        what, started = f"routes of group {group} sample {sample} from rank {owner}", time.perf_counter()
+        what, started = _name(group, sample, owner), time.perf_counter()
         assert length == num_tokens, (what, length, num_tokens)
         if work is not None:
-            try:
+            with self._arrival(group, sample, owner):
                 work.wait(timedelta(seconds=self.timeout_s))
-            except RuntimeError as error:
-                raise RuntimeError(f"{what} did not arrive within {self.timeout_s:g} s: {error}") from error
         self.waited_s += time.perf_counter() - started
         if digest(payload.cpu().numpy()) != expected:
             raise RuntimeError(f"{what} arrived damaged: the checksum does not match; nothing was trained on it")
@@ -184,3 +184,15 @@ class Fetch:
             return decode(payload, num_tokens, self.moe)
         except ValueError as error:
             raise RuntimeError(f"{what}: {error}") from error
+
+    @contextmanager
+    def _arrival(self, group: int, sample: int, owner: int) -> Iterator[None]:
+        """Say whose routes they are that could not be received."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(f"{_name(group, sample, owner)} did not arrive (the deadline is {self.timeout_s:g} s): {error}") from error
+
+
+def _name(group: int, sample: int, owner: int) -> str:
+    return f"routes of group {group} sample {sample} from rank {owner}"
