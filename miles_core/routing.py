@@ -1,7 +1,7 @@
 """R3, routing replay: the experts that a token visited in rollout are those that it visits in training (Miles v0.1, arXiv 2609.08368).
 
     pages = RoutePages(num_pages, moe, device)            # engine: a row of ids for every token of the KV cache, beside its keys and values
-    recorder = pages.recorder(slots_T, forced_T)          # one forward of the engine: the route of the model; finish() stores the rows
+    recorder = pages.recorder(slots_T, forced_T)          # one forward of the engine: the route of the model
     payload = encode(rows_RLK, recorded_T)                # a finished trajectory's rows as bytes; they travel by `route_transport.py`
     route = TrainRoutes(batch, moe, ...)                  # one micro-batch of the trainer: the route of the model, and what is measured
 
@@ -77,16 +77,46 @@ def decode(payload: torch.Tensor, num_tokens: int, moe: MoEConfig) -> tuple[torc
 
 
 class RoutePages:
-    """The rows of every token in the KV cache, on its device: [slots, L, K], slot = page * PAGE + offset."""
+    """The rows of every token in the KV cache, on its device: [slots, L, K], slot = page * PAGE + offset.
+
+    What a forward has routed is noted at once and written together with that of later ones, before anything is read or copied: a write for
+    each step would cost a small model several per cent of its speed.
+    """
+
+    MAX_PENDING = 64  # forwards
 
     def __init__(self, num_pages: int, moe: MoEConfig, device: torch.device):
         self.rows_PLK = torch.zeros(num_pages * PAGE, len(moe.layers), moe.top_k, dtype=id_dtype(moe.num_experts), device=device)
+        self.pending: list[Recorder] = []
 
     def recorder(self, slots_T: torch.Tensor, forced_T: torch.Tensor | None) -> Recorder:
-        return Recorder(self, slots_T, None if forced_T is None else Replay(self.rows_PLK[slots_T], forced_T))
+        """The route of the next forward, of tokens with these slots. Those of `forced_T` keep the rows that they have."""
+        if forced_T is not None or len(self.pending) == self.MAX_PENDING:
+            self.flush()
+        self.pending.append(Recorder(slots_T, None if forced_T is None else Replay(self.rows_PLK[slots_T], forced_T)))
+        return self.pending[-1]
+
+    def flush(self) -> None:
+        """Write what is noted. Whoever gives a page back has read its rows, or flushes: no slot is noted for two owners."""
+        if self.pending:
+            slots_T = torch.cat([recorder.slots_T for recorder in self.pending])
+            layers = zip(*(recorder.seen for recorder in self.pending), strict=True)
+            rows_TLK = torch.stack([torch.cat(ids) for ids in layers], 1)
+            self.rows_PLK[slots_T] = rows_TLK.to(self.rows_PLK.dtype)
+            self.pending = []
+
+    def read(self, slots_R: torch.Tensor) -> torch.Tensor:
+        """Rows [R, L, K] of these slots."""
+        self.flush()
+        return self.rows_PLK[slots_R]
+
+    def write(self, slots_R: torch.Tensor, rows_RLK: torch.Tensor) -> None:
+        self.flush()
+        self.rows_PLK[slots_R] = rows_RLK
 
     def copy(self, source: int, targets: Sequence[int], count: int) -> None:
         """The first `count` tokens of a page to other pages."""
+        self.flush()
         pages = self.rows_PLK.view(-1, PAGE, *self.rows_PLK.shape[1:])
         pages[targets, :count] = pages[source, None, :count]
 
@@ -95,19 +125,15 @@ class RoutePages:
 class Recorder:
     """The route of one forward of the engine. `forced`: rows that some of its tokens have already."""
 
-    pages: RoutePages
     slots_T: torch.Tensor
     forced: Replay | None
     seen: list[torch.Tensor] = field(default_factory=list)
 
     def __call__(self, layer: int, logits_TE: torch.Tensor, live_TK: torch.Tensor) -> torch.Tensor:
         assert layer == len(self.seen), (layer, len(self.seen))
-        self.seen.append(live_TK if self.forced is None else self.forced(layer, logits_TE, live_TK))
-        return self.seen[-1]
-
-    def finish(self) -> None:
-        """Store the rows of all layers at once."""
-        self.pages.rows_PLK[self.slots_T] = torch.stack(self.seen, 1).to(self.pages.rows_PLK.dtype)
+        ids_TK = live_TK if self.forced is None else self.forced(layer, logits_TE, live_TK)
+        self.seen.append(ids_TK)
+        return ids_TK
 
 
 # ---- training

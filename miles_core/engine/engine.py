@@ -127,6 +127,8 @@ class Engine:
         lanes_M, logits_MV = self._forward(plan)
         self._copy([fork.tail for fork in plan.forks if fork.tail])
         self.scheduler.complete()
+        if plan.recycled and self.routes is not None:
+            self.routes.flush()
         self.counters.steps += 1
         if not len(lanes_M):
             return []
@@ -162,7 +164,7 @@ class Engine:
         self._copy(plan.copies)
         for sequence, lane, start in plan.restores:
             slots = self._slots(self.table.pages[lane], np.arange(start, sequence.reached))
-            self.routes.rows_PLK[slots] = sequence.rows_RLK[start:]
+            self.routes.write(slots, sequence.rows_RLK[start:])
 
     def _slots(self, pages: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Where these positions of a sequence with these pages stand in the cache."""
@@ -178,7 +180,7 @@ class Engine:
         """The routes of its first `reached` tokens: as first decided, if they were saved once; else from its pages."""
         saved = sequence.rows_RLK
         start = 0 if saved is None else len(saved)
-        rows_RLK = self.routes.rows_PLK[self._slots(pages, np.arange(start, reached))]
+        rows_RLK = self.routes.read(self._slots(pages, np.arange(start, reached)))
         return rows_RLK if saved is None else torch.cat([saved, rows_RLK])
 
     def _copy(self, copies: list[Copy]) -> None:
@@ -221,10 +223,7 @@ class Engine:
         if self.routes is None:
             return lanes_M, self.model(tokens_T, positions_T, attend, rows_M)
         forced = self._tensor(forced_T) if forced_T is not None and forced_T.any() else None
-        recorder = self.routes.recorder(attend.slots_T, forced)
-        logits_MV = self.model(tokens_T, positions_T, attend, rows_M, route=recorder)
-        recorder.finish()
-        return lanes_M, logits_MV
+        return lanes_M, self.model(tokens_T, positions_T, attend, rows_M, route=self.routes.recorder(attend.slots_T, forced))
 
     def _append(self, lanes_M: np.ndarray, tokens_M: np.ndarray, logp_M: np.ndarray) -> list[Completion]:
         table = self.table

@@ -74,6 +74,7 @@ class Plan:
     copies: list[Copy] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
+    recycled: bool = False  # whether a page was given back whose tokens another page holds too
 
 
 class Scheduler:
@@ -90,6 +91,7 @@ class Scheduler:
         self.table, self.pool, self.max_batch_tokens, self.counters, self.version = table, pool, max_batch_tokens, counters, version
         self.keep_rows, self.replay_rows = keep_rows, replay_rows
         self.saves: list[Save] = []
+        self.mixed = False  # whether a running sequence may be MIXED
         self.waiting: list[Sequence] = []  # by number
         self.running: list[int] = []  # lanes, by number
         self.free_lanes = list(range(table.lanes))[::-1]
@@ -175,17 +177,18 @@ class Scheduler:
                 self._wait_again(lane)
         else:
             self.table.kv_version[self.running] = MIXED
+            self.mixed = True
 
     def _date_rows(self, lanes: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
         """Note which weights have routed the tokens start .. stop - 1 of each lane."""
         table = self.table
-        one = stop - start == 1
-        table.row_version[lanes[one], start[one]] = self.version
-        for lane, first, last in zip(lanes[~one].tolist(), start[~one].tolist(), stop[~one].tolist(), strict=True):
-            table.row_version[lane, first:last] = self.version
-        mixed = table.kv_version[lanes] == MIXED  # routed on keys and values of several versions: equal to no other sequence's
-        for lane, first, last in zip(lanes[mixed].tolist(), start[mixed].tolist(), stop[mixed].tolist(), strict=True):
-            table.row_version[lane, first:last] = -1 - table.sequences[lane].number
+        if not self.mixed and (stop - start == 1).all():  # decode
+            table.row_version[lanes, start] = self.version
+            return
+        for lane, first, last in zip(lanes.tolist(), start.tolist(), stop.tolist(), strict=True):
+            # Routed on keys and values of several versions, a row is equal to no other sequence's.
+            version = self.version if table.kv_version[lane] != MIXED else -1 - table.sequences[lane].number
+            table.row_version[lane, first:last] = version
 
     def _chunk(self, lane: int, budget: int, counts: dict[int, int]) -> int:
         count = min(budget, int(self.table.length[lane] - self.table.computed[lane]))
@@ -306,6 +309,7 @@ class Scheduler:
                 pool.share([known])
                 pool.release([page])
                 pages[i] = known
+                self.plan.recycled = True
         table.shared[lane] = full
 
     def _enter_tail(self, lane: int) -> None:

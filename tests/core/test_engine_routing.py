@@ -201,7 +201,7 @@ def rows_in_flight(engine: Engine) -> dict[Name, torch.Tensor]:
     for lane in engine.scheduler.running:
         positions = np.arange(table.reached[lane])
         slots = torch.from_numpy(table.pages[lane, positions // PAGE].astype(np.int64) * PAGE + positions % PAGE)
-        found[int(table.group[lane]), int(table.sample[lane])] = engine.routes.rows_PLK[slots].clone()
+        found[int(table.group[lane]), int(table.sample[lane])] = engine.routes.read(slots)
     return found
 
 

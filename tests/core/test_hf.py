@@ -20,6 +20,7 @@ from tiny_models import CONFIGS, LLAMA3_ROPE, random_model, tiny
 
 from miles_core.assets import tokenizer
 from miles_core.model import hf
+from miles_core.model.attend import PackedAttend
 from miles_core.model.layers import named_weights
 from miles_core.model.transformer import ModelConfig
 
@@ -189,6 +190,66 @@ def test_refused_configs(changes: dict, message: str, checkpoint: Path) -> None:
     edit(checkpoint / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         hf.load_config(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is not between 1 and the 4 experts that can be chosen"),
+        ("mixtral", {"num_local_experts": 65537}, "65537 experts are not supported; at most 65536 are"),
+        ("mixtral", {"sliding_window": 4096}, "sliding-window attention is not supported"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is not supported"),
+        ("qwen3-moe", {"num_experts_per_tok": 0}, "num_experts_per_tok 0 is not between 1 and the 7 experts"),
+        ("qwen3-moe", {"moe_intermediate_size": None}, "config.json has no 'moe_intermediate_size'"),
+        ("glm4-moe", {"n_group": 3}, "8 experts do not divide into 3 groups"),
+        ("glm4-moe", {"topk_group": 5}, "topk_group 5 is not between 1 and n_group 4"),
+        ("glm4-moe", {"topk_group": 1}, "num_experts_per_tok 3 is not between 1 and the 2 experts that can be chosen"),
+        ("glm4-moe", {"n_group": 8, "topk_group": 4}, "a group of experts must have two or more"),
+    ],
+)
+def test_refused_mixtures(name: str, changes: dict, message: str, tmp_path: Path, words: Path) -> None:
+    path = saved(CONFIGS[name], tmp_path / "model", words)
+    edit(path / "config.json", **changes)
+    with pytest.raises(ValueError, match=message):
+        hf.load_config(path)
+
+
+def test_fewer_experts_than_the_config_says_are_refused(tmp_path: Path, words: Path) -> None:
+    path = saved(CONFIGS["mixtral"], tmp_path / "model", words)
+    edit(path / "config.json", num_local_experts=5)
+    with pytest.raises(ValueError, match=r"lacks tensors: layers.0.block_sparse_moe.experts.4.w1.weight, .* and 1 more") as error:
+        hf.load(path)
+    assert "wrong shape" not in str(error.value)
+    edit(path / "config.json", num_local_experts=3)
+    with pytest.raises(ValueError, match="has tensors that the model does not: layers.0.block_sparse_moe.experts.3.w1.weight"):
+        hf.load(path)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, words: Path) -> None:
+    """GLM-4.5 keeps them behind the model's own layers."""
+    path = saved(CONFIGS["glm4-moe"], tmp_path / "model", words)
+    edit_tensors(path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.ones(2, 2)}))
+    assert_same_weights(path, dict(named_weights(random_model(CONFIGS["glm4-moe"]))))
+
+
+def test_upcycled_from_dense_to_the_same_function(tmp_path: Path, words: Path) -> None:
+    """Every expert is the MLP, so whichever are chosen, the logits are those of the dense model up to rounding."""
+    source = saved(CONFIGS["llama"], tmp_path / "dense", words)
+    subprocess.run(
+        [sys.executable, "-m", "miles_core.model.upcycle", source, tmp_path / "mixture", "--experts", "4", "--top-k", "2"],
+        cwd=ROOT, check=True, capture_output=True,
+    )  # fmt: skip
+    dense, mixture = hf.load(source), hf.load(tmp_path / "mixture")
+    assert (mixture.config.family, mixture.config.moe.num_experts, mixture.config.moe.top_k) == ("mixtral", 4, 2)
+    tokens_T, attend = torch.arange(50), PackedAttend(torch.tensor([0, 50], dtype=torch.int32), 24**-0.5)
+    with torch.no_grad():
+        expected, found = (model(tokens_T, tokens_T, attend, tokens_T) for model in (dense, mixture))
+    assert expected.std() > 1 and (found - expected).abs().max() < 1e-4
+    experts = mixture.layers[0].mlp.experts.up_proj
+    assert torch.equal(experts[0], experts[3]) and mixture.layers[0].mlp.gate.weight.std() > 0.01
+    again = [sys.executable, "-m", "miles_core.model.upcycle", tmp_path / "mixture", tmp_path / "again"]
+    refused = subprocess.run(again, cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stderr.startswith("error: upcycle: only a Llama without biases"), refused.stderr
 
 
 GATE = "model.layers.1.mlp.gate_proj.weight"

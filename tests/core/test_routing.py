@@ -119,8 +119,8 @@ def test_forced_tokens_keep_their_rows_and_others_get_live_ones(num_experts: int
         recorder = pages.recorder(slots_T, forced)
         used = [recorder(layer, torch.zeros(5, num_experts), live_TLK[:, layer]) for layer in range(2)]
         assert torch.equal(torch.stack(used, 1), expected_TLK) and used[0].dtype == torch.int64
-        assert torch.equal(to_ids(pages.rows_PLK[slots_T]), before_TLK), "nothing is stored before all layers have run"
-        recorder.finish()
+        assert torch.equal(to_ids(pages.rows_PLK[slots_T]), before_TLK), "nothing is stored at once"
+        pages.flush()
         assert torch.equal(to_ids(pages.rows_PLK[slots_T]), expected_TLK)
         others_P = torch.ones(len(pages.rows_PLK), dtype=torch.bool)
         others_P[slots_T] = False

@@ -27,6 +27,8 @@ WORLDS = {  # ranks, flags
     "4-rollout-1-train": (5, ("--rollout-ranks-per-node", 4)),
     "1-rollout-2-train": (3, ("--rollout-ranks-per-node", 1)),
     "2-colocated": (2, ("--rollout-ranks-per-node", 0)),
+    "2-colocated-experts-dealt": (2, ("--rollout-ranks-per-node", 0, "--expert-parallel", 2)),
+    "1-rollout-2-train-experts-dealt": (3, ("--rollout-ranks-per-node", 1, "--expert-parallel", 2, "--routing-replay", "record")),
     "2-colocated-zero-3": (2, ("--rollout-ranks-per-node", 0, "--reshard-after-forward")),
 }
 ASYNC_FLAGS = ("--prompts-per-step", 2, "--steps", 8)
@@ -65,7 +67,7 @@ def test_synchronous_run_is_on_policy(sync_runs: dict, world: str) -> None:
     for number, step in enumerate(sync_runs[world]):
         assert step["train/logp_diff_max"] == step["train/logp_diff_frac"] == 0.0, step
         assert step["train/logp_diff_tokens"] == step["train/tokens"] > 0, step
-        assert step["train/staleness_max"] == step["rollout/version_span_max"] == 0, step
+        assert step["train/staleness_max"] == step["rollout/version_span_max"] == step["train/route_diff_frac"] == 0, step
         assert consumed_groups(step, 4) == list(range(4 * number, 4 * number + 4)), step
 
 
@@ -77,7 +79,7 @@ def test_how_it_is_rolled_out_changes_no_bit(sync_runs: dict, world: str) -> Non
     assert [figures(step) for step in sync_runs[world]] == [figures(step) for step in sync_runs["one"]]
 
 
-@pytest.mark.parametrize("world", ["1-rollout-2-train", "2-colocated", "2-colocated-zero-3"])
+@pytest.mark.parametrize("world", [world for world in WORLDS if "2-train" in world or "2-colocated" in world])
 def test_two_training_ranks_compute_the_step_of_one(sync_runs: dict, world: str) -> None:
     """The same samples; loss and gradient differ by rounding alone (FSDP adds up in another order)."""
     first, reference = sync_runs[world][0], sync_runs["one"][0]

@@ -21,9 +21,12 @@ from miles_core.engine.engine import Engine, Request, SamplingParams
 from miles_core.model import hf
 from miles_core.model.attend import PackedAttend
 from miles_core.parity import Gate
+from miles_core.route_transport import Fetch, RouteStore
+from miles_core.routing import BalanceParams, TrainRoutes
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
+DEVICE = "cuda"
 DTYPES = [torch.bfloat16, torch.float32]
 ROWS = (1, 2, 3, 7, 15, 16, 17, 63, 64, 65, 128, 300)
 
@@ -59,18 +62,25 @@ def test_linear_over_a_sweep_of_rows(shape: tuple[int, int], dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sampler_and_trainer_of_the_embedded_policy(dtype: torch.dtype) -> None:
-    model, rng = hf.load(TINY).to("cuda", dtype), np.random.default_rng(0)
-    engine = Engine(model, None, seed=1, num_pages=400, max_batch_tokens=70, max_sequences=24)
+    device = torch.device(DEVICE)
+    model, rng, store = hf.load(TINY, device, dtype), np.random.default_rng(0), RouteStore(0, None)
+    engine = Engine(model, None, seed=1, num_pages=400, max_batch_tokens=70, max_sequences=24, routing_replay="on")
     prompts = [rng.integers(0, model.config.vocab_size, length).astype(np.int32) for length in (1, 5, 63, 64, 65, 130)]
     requests = [Request(g, s, prompt, SamplingParams(1.0, 0.95, 0, 40, ())) for g, prompt in enumerate(prompts) for s in range(8)]
-    gate, compared = Gate("strict", "recompute"), 0
-    for batch in pack.pack([completion.trajectory for completion in engine.generate(requests)], 2000):
-        batch = batch.to(torch.device("cuda"))
+    completions = engine.generate(requests)
+    for completion in completions:
+        store.keep(completion.trajectory, completion.routes)
+    trajectories = [completion.trajectory for completion in completions]
+    gate, compared, moe = Gate("strict", "recompute", synchronous=True), 0, model.config.moe
+    fetch = Fetch(trajectories, store, None, moe, device, 1.0)
+    for batch in pack.pack(trajectories, 2000):
+        batch = fetch.attach(batch.to(device))
         attend = PackedAttend(batch.cu_seqlens_S1, model.config.head_dim**-0.5)
         sampling = (batch.temperature_M, batch.top_p_M, batch.top_k_M)
-        logp_M, _ = model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling)
-        compared += gate.watch(logp_M, batch, 0)["train/logp_diff_tokens"].value()
-    assert compared == 48 * 40 and gate.difference is None, str(gate.difference)
+        route = TrainRoutes(batch, moe, replay=True, passes=1, balance=BalanceParams())
+        logp_M, _ = model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling, route)
+        compared += gate.watch(logp_M, batch, 0, route)["train/logp_diff_tokens"].value()
+    assert compared == 48 * 40 and gate.difference is None and gate.rerouted is None, (str(gate.difference), gate.rerouted)
 
 
 def test_a_strict_synchronous_run(tmp_path: Path) -> None:

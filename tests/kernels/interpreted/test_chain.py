@@ -3,6 +3,8 @@
     python -m pytest tests/kernels/interpreted/test_chain.py
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,53 +17,74 @@ from miles_core import pack
 from miles_core.engine.engine import Engine, Request, SamplingParams
 from miles_core.model import hf, parallel
 from miles_core.model.attend import PackedAttend
+from miles_core.model.moe import MoEConfig
 from miles_core.model.transformer import ModelConfig, Transformer
 from miles_core.optim import Optimizer
 from miles_core.parity import Gate
-from miles_core.schema import Trajectory
+from miles_core.route_transport import Fetch, RouteStore
+from miles_core.routing import BalanceParams, TrainRoutes
+from miles_core.schema import Batch, Trajectory
 
-CONFIG = ModelConfig(
+DENSE = ModelConfig(
     family="qwen3", vocab_size=45, hidden_size=40, intermediate_size=56, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
     rms_norm_eps=1e-6, rope_theta=1e4, max_position=256, tie_embeddings=True, qk_norm=True,
 )  # fmt: skip
+MIXTURE = replace(DENSE, family="qwen3_moe", moe=MoEConfig(num_experts=5, top_k=2, expert_size=24, layers=(0, 1)))
+CONFIGS = pytest.mark.parametrize("config", [DENSE, MIXTURE], ids=["dense", "mixture"])
 
 
-def toy(dtype: torch.dtype) -> Transformer:
+def toy(config: ModelConfig, dtype: torch.dtype) -> Transformer:
     torch.manual_seed(0)
-    model = hf.build(CONFIG)
+    model = hf.build(config, dtype=dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.fill_(1.0) if "norm" in name else p.normal_(0, 0.2)
-    return model.to(dtype)
+            p.fill_(1.0) if "norm" in name else p.copy_(torch.randn(p.shape) * 0.2)
+    return model
 
 
-def sampled(model: Transformer, lengths: tuple[int, ...] = (3, 9), **changes: int) -> list[Trajectory]:
-    """Two answers to each prompt."""
+def routed(batch: Batch, model: Transformer) -> TrainRoutes:
+    """What the gate looks at; the live router decides."""
+    return TrainRoutes(batch, model.config.moe, replay=False, passes=1, balance=BalanceParams())
+
+
+def sampled(model: Transformer, lengths: tuple[int, ...] = (3, 9), store: RouteStore | None = None, **changes: int) -> list[Trajectory]:
+    """Two answers to each prompt. Their routes go to the store."""
     rng = np.random.default_rng(0)
-    engine = Engine(model, None, seed=1, **{"num_pages": 12, "max_batch_tokens": 64, "max_sequences": 4, **changes})
+    sizes = {"num_pages": 12, "max_batch_tokens": 64, "max_sequences": 4, **changes}
+    engine = Engine(model, None, seed=1, **sizes, routing_replay="off" if store is None else "on")
     ways = [SamplingParams(1.0, 1.0, 0, 5, ()), SamplingParams(0.7, 0.9, 20, 4, ())]
     prompts = [rng.integers(0, 45, length).astype(np.int32) for length in lengths]
     requests = [Request(g, sample, prompt, ways[g % 2]) for g, prompt in enumerate(prompts) for sample in range(2)]
-    return [completion.trajectory for completion in engine.generate(requests)]
+    completions = engine.generate(requests)
+    for completion in completions if store is not None else ():
+        store.keep(completion.trajectory, completion.routes)
+    return [completion.trajectory for completion in completions]
 
 
+@CONFIGS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_trainer_and_sampler_agree_to_the_bit(dtype: torch.dtype) -> None:
-    model, gate = toy(dtype), Gate("strict", "recompute")
+def test_trainer_and_sampler_agree_to_the_bit(config: ModelConfig, dtype: torch.dtype) -> None:
+    """A mixture's routes are recorded and replayed, and are those of the live router."""
+    model, gate, store = toy(config, dtype), Gate("strict", "recompute", synchronous=True), RouteStore(0, None)
     with triton_on_cpu():
-        (batch,) = pack.pack(sampled(model, (3, 62)), 400)  # the answers to the second cross a page
-        attend = PackedAttend(batch.cu_seqlens_S1, CONFIG.head_dim**-0.5)
+        trajectories = sampled(model, (3, 62), store if config.moe else None)  # the answers to the second cross a page
+        (batch,) = pack.pack(trajectories, 400)
+        batch = Fetch(trajectories if config.moe else [], store, None, config.moe, torch.device("cpu"), 1.0).attach(batch)
+        attend = PackedAttend(batch.cu_seqlens_S1, config.head_dim**-0.5)
         sampling = (batch.temperature_M, batch.top_p_M, batch.top_k_M)
-        logp_M, _ = model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling)
-        seen = gate.watch(logp_M, batch, 0)
+        route = TrainRoutes(batch, config.moe, replay=True, passes=1, balance=BalanceParams())
+        logp_M, _ = model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling, route)
+        seen = gate.watch(logp_M, batch, 0, route)
         logp_M.mean().backward()
+    assert gate.rerouted is None and len(route.differs_LT) == route.num_layers
     assert seen["train/logp_diff_tokens"].value() == 18 and seen["train/logp_diff_max"].value() == 0.0
     assert gate.difference is None
     assert all(p.grad.dtype is dtype and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
-def test_company_chunks_and_preemption_change_no_bit() -> None:
-    model = toy(torch.bfloat16)
+@CONFIGS
+def test_company_chunks_and_preemption_change_no_bit(config: ModelConfig) -> None:
+    model = toy(config, torch.bfloat16)
     with triton_on_cpu():
         expected = sampled(model, (3, 62))
         for changes in ({"max_sequences": 1, "max_batch_tokens": 23}, {"num_pages": 3}):
@@ -69,16 +92,17 @@ def test_company_chunks_and_preemption_change_no_bit() -> None:
                 assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logp_roll, b.logp_roll), (changes, a.group, a.sample)
 
 
-def test_gradients_are_those_of_the_cpu_kernels() -> None:
-    """In float32, to rounding: the backward passes are the same torch code, fed by other forwards."""
+@CONFIGS
+def test_gradients_are_those_of_the_cpu_kernels(config: ModelConfig) -> None:
+    """In float32, to rounding: the backward passes are the same torch code (but for the experts'), fed by other forwards."""
     grads = []
-    model = toy(torch.float32)
+    model = toy(config, torch.float32)
     trajectories = sampled(model)
     (batch,) = pack.pack(trajectories, 400)
     sampling = (batch.temperature_M, batch.top_p_M, batch.top_k_M)
 
     def backward() -> None:
-        attend = PackedAttend(batch.cu_seqlens_S1, CONFIG.head_dim**-0.5)
+        attend = PackedAttend(batch.cu_seqlens_S1, config.head_dim**-0.5)
         logp_M, _ = model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling)
         logp_M.mean().backward()
         grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
@@ -94,13 +118,13 @@ def test_gradients_are_those_of_the_cpu_kernels() -> None:
 def test_bfloat16_over_float32_masters() -> None:
     """What a run on GPUs does: FSDP2 gathers masters rounded to bfloat16, the sampler gets those bits, the optimizer moves the masters."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    trainer, sampler = toy(torch.float32), hf.build(CONFIG, dtype=torch.bfloat16)
+    trainer, sampler = toy(MIXTURE, torch.float32), hf.build(MIXTURE, dtype=torch.bfloat16)
     parallel.shard(trainer, DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("fsdp",)), torch.bfloat16)
     optimizer = Optimizer(
         trainer, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0, max_grad_norm=1.0, schedule="constant", warmup_steps=0, total_steps=9
     )
     weights = dict(sampler.named_parameters())
-    gate = Gate("strict", "recompute")
+    gate = Gate("strict", "recompute", synchronous=True)
     for version in range(2):
         with torch.no_grad():
             for name, tensor in parallel.full_tensors(trainer):
@@ -109,10 +133,10 @@ def test_bfloat16_over_float32_masters() -> None:
         with triton_on_cpu():
             (batch,) = pack.pack(sampled(sampler), 400)
             parallel.expect_backward(trainer, last=True)
-            attend = PackedAttend(batch.cu_seqlens_S1, CONFIG.head_dim**-0.5)
+            attend = PackedAttend(batch.cu_seqlens_S1, MIXTURE.head_dim**-0.5)
             sampling = (batch.temperature_M, batch.top_p_M, batch.top_k_M)
             logp_M, _ = trainer(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling)
-            assert gate.watch(logp_M, batch, 0)["train/logp_diff_max"].value() == 0.0
+            assert gate.watch(logp_M, batch, 0, routed(batch, trainer))["train/logp_diff_max"].value() == 0.0
             logp_M.mean().backward()
         assert optimizer.step(version) > 0
         for name, master in parallel.full_tensors(trainer, master=True):
