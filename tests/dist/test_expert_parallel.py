@@ -99,7 +99,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: Transformer, shares: list[list[Trajectory]], rank: int, ids: tuple[int, ...] | None) -> dict:
-    """Two optimizer steps on this rank's share, as train.py takes them, with router losses. Log-probs are those of the first."""
+    """Two optimizer steps on this rank's share, as train.py takes them, with router losses. Log-probs and loads are those of the first."""
     optimizer = Optimizer(
         model, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, max_grad_norm=0.05, schedule="constant", warmup_steps=0, total_steps=2
     )
@@ -122,7 +122,7 @@ def train(model: Transformer, shares: list[list[Trajectory]], rank: int, ids: tu
             for sequence, (group, sample) in enumerate(batch.ids_S2.tolist()):
                 if group >= 0 and version == 0:
                     seen["logp"][sample] = logp_M.detach()[batch.sequence_M == sequence]
-        seen["load"] = load(routes)
+        seen.setdefault("load", load(routes))
         seen["gradients"].append({name: whole(p.grad) for name, p in optimizer.parameters.items()})
         seen["norms"].append(optimizer.step(version))
         seen["weights"] = {name: tensor.clone() for name, tensor in full_tensors(model, master=version == 0)}
