@@ -42,18 +42,19 @@ _POLL_S = 0.0005
 
 
 class Want(NamedTuple):
-    """Rank `destination` wants the routes of a trajectory that rank `owner` holds; or DROP."""
+    """Rank `destination` wants the routes of a trajectory, so many bytes, that rank `owner` holds; or DROP."""
 
     group: int
     sample: int
     owner: int
     destination: int
+    nbytes: int
 
 
 def plan(shares: Sequence[Sequence[Trajectory]], trainers: Sequence[int], dropped: Iterable[Trajectory]) -> list[Want]:
     """Every request of a step, in order of (group, sample). `shares[i]` is what rank `trainers[i]` packs."""
-    wanted = [Want(t.group, t.sample, t.route_owner, rank) for rank, share in zip(trainers, shares, strict=True) for t in share]
-    wanted += [Want(t.group, t.sample, t.route_owner, DROP) for t in dropped]
+    pairs = [(rank, t) for rank, share in zip(trainers, shares, strict=True) for t in share] + [(DROP, t) for t in dropped]
+    wanted = (Want(t.group, t.sample, t.route_owner, rank, t.route_bytes) for rank, t in pairs)
     return sorted(want for want in wanted if want.owner != NO_OWNER)
 
 
@@ -130,6 +131,7 @@ class RouteStore:
                 continue
             payload = self.take(want.group, want.sample)
             if want.destination != DROP:
+                assert len(payload) == want.nbytes, (want, len(payload))  # the receiver has made room for so many
                 self.sending.append((dist.isend(payload, want.destination, self.group), payload))
 
     def take(self, group: int, sample: int) -> torch.Tensor:

@@ -156,9 +156,9 @@ def test_colocated_ranks_exchange_theirs(num_ranks: int) -> None:
 def test_a_plan_is_sorted_and_leaves_out_what_has_no_owner() -> None:
     trajectories = [make(group, sample)[0] for group, sample in ((3, 1), (0, 2), (3, 0), (1, 0), (2, 2))]
     for trajectory in trajectories[:4]:
-        trajectory.route_owner = 7
+        trajectory.route_owner, trajectory.route_bytes = 7, 9
     found = plan([trajectories[:1], trajectories[1:3]], [4, 5], trajectories[3:])
-    assert found == [Want(0, 2, 7, 5), Want(1, 0, 7, DROP), Want(3, 0, 7, 5), Want(3, 1, 7, 4)]
+    assert found == [Want(0, 2, 7, 5, 9), Want(1, 0, 7, DROP, 9), Want(3, 0, 7, 5, 9), Want(3, 1, 7, 4, 9)]
 
 
 # ---- faults: rank 0 rolls out, rank 1 trains
@@ -183,7 +183,7 @@ def serve_badly(store: RouteStore, fault: str, payload: torch.Tensor) -> None:
         store.rows[NAME][len(payload) // 2] ^= 4
     if fault == "cut":
         store.rows[NAME] = payload[:-ROW].clone()
-    store.serve([Want(*NAME, 0, 1)])
+    store.serve([Want(*NAME, 0, 1, len(store.rows[NAME]))])
 
 
 def one_fault(fault: str, timeout_s: float, told: Path) -> None:
@@ -241,17 +241,25 @@ def test_a_trajectory_without_rows_is_refused() -> None:
 def test_a_rank_that_is_asked_for_what_it_does_not_hold_says_so() -> None:
     store = RouteStore(3, None)
     keep(store, [(0, 0), (0, 1)])
-    store.serve([Want(0, 0, 3, DROP), Want(0, 1, 3, 3), Want(0, 2, 4, DROP)])  # drop; leave for itself; not for this rank
+    store.serve([Want(0, 0, 3, DROP, 0), Want(0, 1, 3, 3, 0), Want(0, 2, 4, DROP, 0)])  # drop; leave for itself; not for this rank
     assert list(store.rows) == [(0, 1)]
     for name in ((0, 0), (5, 5)):
         with pytest.raises(RuntimeError, match=f"rank 3 has no routes of group {name[0]} sample {name[1]}"):
-            store.serve([Want(*name, 3, DROP)])
+            store.serve([Want(*name, 3, DROP, 0)])
+
+
+def test_an_owner_that_holds_another_size_says_so() -> None:
+    """Before it sends: a receiver with too little room would be lost without a word."""
+    store = RouteStore(3, None)
+    keep(store, [(0, 0)])
+    with pytest.raises(AssertionError, match=r"Want\(group=0, sample=0, owner=3, destination=1, nbytes=2\)"):
+        store.serve([Want(0, 0, 3, 1, 2)])
 
 
 def test_a_mailbox_holds_one_list_until_its_owner_has_seen_it() -> None:
     box = Mailbox.create([1, 4], 3)
     other = Mailbox.attach(box.segment.path)
-    first = [Want(0, 0, 4, 2), Want(0, 1, 1, 3), Want(1, 0, 4, DROP)]
+    first = [Want(0, 0, 4, 2, 8), Want(0, 1, 1, 3, 8), Want(1, 0, 4, DROP, 8)]
     box.post(first, 1.0)
     assert other.poll(4) == [first[0], first[2]] and other.poll(4) is None
     with pytest.raises(TimeoutError, match="waited 0.05 s for rollout rank 1 to serve 1 requests for routes"):
