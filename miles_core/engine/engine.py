@@ -218,11 +218,13 @@ class Engine:
             self._tensor(slots_T),
             self.scale,
         )
-        forced_T = positions_T < table.reached[lanes_T] if self.scheduler.replay_rows else None
+        forced = None
+        if self.scheduler.replay_rows and not plan.decodes:
+            forced_T = positions_T < table.reached[lanes_T]
+            forced = self._tensor(forced_T) if forced_T.any() else None
         tokens_T, positions_T, rows_M = (self._tensor(x) for x in (table.tokens[lanes_T, positions_T], positions_T, rows_M))
         if self.routes is None:
             return lanes_M, self.model(tokens_T, positions_T, attend, rows_M)
-        forced = self._tensor(forced_T) if forced_T is not None and forced_T.any() else None
         return lanes_M, self.model(tokens_T, positions_T, attend, rows_M, route=self.routes.recorder(attend.slots_T, forced))
 
     def _append(self, lanes_M: np.ndarray, tokens_M: np.ndarray, logp_M: np.ndarray) -> list[Completion]:

@@ -74,6 +74,7 @@ class Plan:
     copies: list[Copy] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
+    decodes: bool = False  # whether every one of `lanes` computes its last token, which no sequence has computed before
     recycled: bool = False  # whether a page was given back whose tokens another page holds too
 
 
@@ -126,12 +127,14 @@ class Scheduler:
         lanes = np.array(self.running, np.int64)
         left = self.table.length[lanes] - self.table.computed[lanes]
         counts = dict.fromkeys(lanes[left == 1][: self.max_batch_tokens].tolist(), 1)
-        budget = self.max_batch_tokens - len(counts)
+        num_decoding = len(counts)
+        budget = self.max_batch_tokens - num_decoding
         for lane in lanes[left > 1].tolist():
             budget -= self._chunk(lane, budget, counts)
         if self.waiting and self.free_lanes:
             self._admit(budget, counts)
         self.plan.lanes, self.plan.counts = np.array(list(counts), np.int64), np.array(list(counts.values()), np.int64)
+        self.plan.decodes = len(counts) == num_decoding
         assert len(self.plan.lanes) or not (self.running or self.waiting), "unfinished sequences, and none can advance"
         return self.plan
 
@@ -139,10 +142,10 @@ class Scheduler:
         """The forward of the plan is done: its tokens are computed."""
         table, lanes = self.table, self.plan.lanes
         before, prompt, reached = table.computed[lanes], table.prompt[lanes], table.reached[lanes]
-        after = before + self.plan.counts
+        after, new = before + self.plan.counts, np.maximum(before, reached)
         if self.replay_rows:
-            self._date_rows(lanes, np.maximum(before, reached), after)
-        self.counters.prompt_tokens_computed += int(np.maximum(np.minimum(after, prompt) - np.maximum(before, reached), 0).sum())
+            self._date_rows(lanes, new, after)
+        self.counters.prompt_tokens_computed += int(np.maximum(np.minimum(after, prompt) - new, 0).sum())
         self.counters.tokens_recomputed += int(np.maximum(np.minimum(after, reached) - before, 0).sum())
         table.computed[lanes] = after
         table.reached[lanes] = np.maximum(after, reached)
@@ -182,7 +185,7 @@ class Scheduler:
     def _date_rows(self, lanes: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
         """Note which weights have routed the tokens start .. stop - 1 of each lane."""
         table = self.table
-        if not self.mixed and (stop - start == 1).all():  # decode
+        if self.plan.decodes and not self.mixed:
             table.row_version[lanes, start] = self.version
             return
         for lane, first, last in zip(lanes.tolist(), start.tolist(), stop.tolist(), strict=True):
