@@ -7,15 +7,16 @@ The prefix tree. A full page is known by (version, page before it, its tokens), 
 prefix computed under the same weights. A sequence that holds a page holds all pages before it, and gives them back last first; so an
 idle page's successors are idle and go before it, and evicting in order never leaves a page without its parent.
 
-Prompts that end inside a page get one more entry, their *tail*: the same key with fewer tokens. The page goes on filling up with its
-owner's answer, so whoever finds it copies the tail's positions into a page of its own. Thus n samples of one prompt share its
-prefill at any length.
+A prompt that ends inside a page gets one more entry, its *tail*: the same key with fewer tokens; and so does a sequence that leaves.
+Whoever agrees with an entry in its first tokens copies these positions into a page of its own. Thus n samples of one prompt share its
+prefill at any length, and the next turn of a conversation goes on from the last token of the one before.
 
 Departs from nano-vllm's BlockManager: exact keys instead of hashes, the version in the key, tails, eviction in order of last use.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 from kernels.attention import PAGE
 
 ROOT = -1  # stands for the page before the first
+_LOOKED_AT = 32  # entries after one page, the latest first, that are compared token by token
 
 
 class Key(NamedTuple):
@@ -49,6 +51,7 @@ class PagePool:
         self.idle: dict[int, None] = {}  # insertion order = order of last use
         self.index: dict[Key, int] = {}
         self.keys: dict[int, list[Key]] = {}
+        self.children: dict[tuple[int, int], dict[bytes, int]] = {}  # (version, parent) -> {tokens: page}, the index by parent
 
     @property
     def available(self) -> int:
@@ -87,6 +90,10 @@ class PagePool:
         del self.idle[page]
         for key in self.keys.pop(page):
             del self.index[key]
+            siblings = self.children[key.version, key.parent]
+            del siblings[key.tokens]
+            if not siblings:
+                del self.children[key.version, key.parent]
         return page
 
     def insert(self, key: Key, page: int) -> int:
@@ -95,13 +102,11 @@ class PagePool:
         known = self.index.setdefault(key, page)
         if known == page and key not in self.keys.setdefault(page, []):
             self.keys[page].append(key)
+            self.children.setdefault((key.version, key.parent), {})[key.tokens] = page
         return known
 
-    def match(self, version: int, tokens: np.ndarray, prompt: int) -> Match:
-        """Longest cached prefix of `tokens` (int64) under `version`, without the last token: its logits are wanted, so it is computed.
-
-        `prompt` says where the prompt ends, which is where a tail may have been entered.
-        """
+    def match(self, version: int, tokens: np.ndarray) -> Match:
+        """Longest cached prefix of `tokens` (int64) under `version`, without the last token: its logits are wanted, so it is computed."""
         pages: list[int] = []
         parent, last = ROOT, len(tokens) - 1
         for start in range(0, last - PAGE + 1, PAGE):
@@ -110,13 +115,13 @@ class PagePool:
                 break
             pages.append(page)
             parent = page
-        start = len(pages) * PAGE
-        count = min(prompt, last) - start
-        if count > 0 and prompt - start <= PAGE:
-            source = self.index.get(Key(version, parent, tokens[start:prompt].tobytes()))
-            if source is not None:
-                return Match(pages, source, count)
-        return Match(pages, ROOT, 0)
+        best = Match(pages, ROOT, 0)
+        wanted = tokens[len(pages) * PAGE : last][:PAGE]
+        for known, page in islice(reversed(self.children.get((version, parent), {}).items()), _LOOKED_AT):
+            count = _agreement(np.frombuffer(known, np.int64), wanted)
+            if count > best.count:
+                best = Match(pages, page, count)
+        return best
 
     def forget(self) -> None:
         """Empty the tree: the weights changed, so no page can be asked for again."""
@@ -124,3 +129,11 @@ class PagePool:
         self.idle.clear()
         self.index.clear()
         self.keys.clear()
+        self.children.clear()
+
+
+def _agreement(a: np.ndarray, b: np.ndarray) -> int:
+    """How many of their first elements are equal."""
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if len(differ) else length

@@ -153,7 +153,7 @@ class Scheduler:
         for lane in lanes[prompt_done | (after // PAGE > table.shared[lanes])].tolist():
             self._enter_pages(lane)
         for lane in lanes[prompt_done].tolist():
-            self._enter_tail(lane)
+            self._enter_tail(lane, int(table.prompt[lane]))
             self._stop_leading(lane)
         for copy in self.plan.copies:
             self.pool.release([copy.source])
@@ -161,6 +161,7 @@ class Scheduler:
     def leave(self, lane: int) -> Sequence:
         """Take a sequence out of its lane, because it has ended or must wait; its pages stay in the tree until their space is needed."""
         self._stop_leading(lane)
+        self._enter_tail(lane, int(self.table.computed[lane]))
         self.pool.release(self.table.pages[lane, : self.table.num_pages[lane]].tolist())
         self.running.remove(lane)
         self.free_lanes.append(lane)
@@ -170,17 +171,17 @@ class Scheduler:
         """New weights are in place: see Engine.set_version."""
         assert version >= self.version, f"weights of version {version} after version {self.version}"
         self.version = version
-        self.pool.forget()
-        self.leaders.clear()
-        if self.replay_rows:
-            for sequence in self.waiting:
-                sequence.key = self._key(sequence)
         if recompute:
             for lane in self.running[::-1]:
                 self._wait_again(lane)
         else:
             self.table.kv_version[self.running] = MIXED
             self.mixed = True
+        self.pool.forget()  # after they have left: their pages must not stay in the tree either
+        self.leaders.clear()
+        if self.replay_rows:
+            for sequence in self.waiting:
+                sequence.key = self._key(sequence)
 
     def _date_rows(self, lanes: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
         """Note which weights have routed the tokens start .. stop - 1 of each lane."""
@@ -235,7 +236,7 @@ class Scheduler:
         """Bring a waiting sequence in, on whatever the tree has of it. Returns its lane, None when there are not enough pages."""
         pool, length = self.pool, len(sequence.tokens)
         identity = self.identity(sequence.tokens, sequence.row_version, sequence.reached)
-        pages, source, count = pool.match(self.version, identity, sequence.prompt)
+        pages, source, count = pool.match(self.version, identity)
         new = -(-length // PAGE) - len(pages)
         pool.share(pages)
         spare = pool.available - new - self.reserve
@@ -315,11 +316,12 @@ class Scheduler:
                 self.plan.recycled = True
         table.shared[lane] = full
 
-    def _enter_tail(self, lane: int) -> None:
+    def _enter_tail(self, lane: int, stop: int) -> None:
+        """Enter the last of the first `stop` tokens, if they end inside a page."""
         table = self.table
-        whole, tail = divmod(int(table.prompt[lane]), PAGE)
+        whole, tail = divmod(stop, PAGE)
         if tail and table.kv_version[lane] == self.version:
-            pages, stop = table.pages[lane], whole * PAGE + tail
+            pages = table.pages[lane]
             tokens = self.identity(table.tokens[lane, :stop], table.row_version[lane], stop)[whole * PAGE :]
             self.pool.insert(Key(self.version, int(pages[whole - 1]) if whole else ROOT, tokens.tobytes()), int(pages[whole]))
 

@@ -17,6 +17,8 @@ def check(pool: PagePool, held: list[list[int]]) -> None:
     owners = [*pool.free, *pool.idle, *np.flatnonzero(counts).tolist()]
     assert sorted(owners) == list(range(pool.num_pages)), "a page is owned twice or lost"
     assert {key: page for page, keys in pool.keys.items() for key in keys} == pool.index
+    by_parent = {Key(*place, tokens): page for place, pages in pool.children.items() for tokens, page in pages.items()}
+    assert by_parent == pool.index and all(pool.children.values())
     assert set(pool.idle) <= set(pool.keys) and not set(pool.free) & set(pool.keys)
     for key in pool.index:
         assert key.parent == ROOT or any(len(k.tokens) == 8 * PAGE for k in pool.keys.get(key.parent, [])), "a page without its parent"
@@ -47,7 +49,7 @@ def test_random_operations_keep_every_invariant():
         if action < 0.5:
             # few distinct tokens and lengths, so that prefixes and whole prompts repeat
             tokens = np.repeat(rng.integers(0, 2, 4), PAGE)[: rng.choice([5, 40, PAGE, 70, 2 * PAGE, 3 * PAGE + 7])]
-            match = pool.match(version, tokens, len(tokens))
+            match = pool.match(version, tokens)
             need = -(-len(tokens) // PAGE) - len(match.pages)
             assert len(match.pages) * PAGE + match.count < len(tokens)
             pool.share(match.pages)
@@ -78,14 +80,19 @@ def test_a_prefix_is_found_only_under_its_version_and_tokens():
     tokens = np.arange(2 * PAGE + 10)
     pages = pool.allocate(3)
     enter(pool, 3, tokens, pages)
-    assert pool.match(3, tokens, len(tokens)) == (pages[:2], pages[2], 9)
-    assert pool.match(4, tokens, len(tokens)) == pool.match(2, tokens, len(tokens)) == ([], ROOT, 0)
+    assert pool.match(3, tokens) == (pages[:2], pages[2], 9)
+    assert pool.match(4, tokens) == pool.match(2, tokens) == ([], ROOT, 0)
     for changed, kept in ((0, 0), (PAGE, 1), (2 * PAGE, 2)):
         other = tokens.copy()
         other[changed] += 1
-        assert pool.match(3, other, len(other)) == (pages[:kept], ROOT, 0)
+        assert pool.match(3, other) == (pages[:kept], ROOT, 0)
     shorter = tokens[:-1]
-    assert pool.match(3, shorter, len(shorter)) == (pages[:2], ROOT, 0), "a tail is found whole or not at all"
+    assert pool.match(3, shorter) == (pages[:2], pages[2], 8), "as far as they agree"
+    longer = np.concatenate([tokens, tokens])
+    assert pool.match(3, longer) == (pages[:2], pages[2], 10), "the next turn goes on from the last token"
+    forked = longer.copy()
+    forked[PAGE + 5] = 999
+    assert pool.match(3, forked) == (pages[:1], pages[1], 5), "a branch inside a whole page copies what it shares"
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 128, 130])
@@ -93,10 +100,10 @@ def test_everything_but_the_last_token_of_a_known_prompt_is_found(length):
     pool, tokens = PagePool(4), np.arange(length)
     pages = pool.allocate(-(-length // PAGE))
     enter(pool, 0, tokens, pages)
-    match = pool.match(0, tokens, length)
+    match = pool.match(0, tokens)
     assert len(match.pages) * PAGE + match.count == length - 1
     # with an answer behind it, the prompt is found to its last token
-    match = pool.match(0, np.append(tokens, [7, 8]), length)
+    match = pool.match(0, np.append(tokens, [7, 8]))
     assert len(match.pages) * PAGE + match.count == length
 
 
@@ -108,7 +115,7 @@ def test_idle_pages_are_given_out_oldest_first_and_children_before_parents():
     enter(pool, 0, second, b)
     pool.release(a)
     pool.release(b)
-    assert pool.match(0, first, 2 * PAGE).pages == a[:1]
+    assert pool.match(0, first).pages == a[:1]
     pool.share(a[:1])  # used again: no longer the oldest
     pool.release(a[:1])
     assert pool.allocate(5) == [4, a[1], b[1], b[0], a[0]]
