@@ -14,6 +14,8 @@ Legend: S sequences in a forward, T tokens in it, B pages of a sequence, M sampl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -21,7 +23,7 @@ from kernels.attention import PAGE, allocate_cache
 from miles_core.engine.cache import PagePool
 from miles_core.engine.sampler import StopStrings, sample
 from miles_core.engine.scheduler import Copy, Plan, Scheduler
-from miles_core.engine.sequence import Completion, Counters, Request, SamplingParams, Sequence, Table
+from miles_core.engine.sequence import Completion, Counters, Request, Rows, SamplingParams, Sequence, Table
 from miles_core.model.attend import PagedAttend
 from miles_core.model.hf import Tokenizer
 from miles_core.model.transformer import Transformer
@@ -29,6 +31,7 @@ from miles_core.routing import RoutePages, encode
 from miles_core.schema import FINISH_REASONS, Trajectory
 
 __all__ = ["Completion", "Engine", "Request", "SamplingParams"]
+Watcher = Callable[[int, float, list[tuple[int, float]]], None]
 STOP, LENGTH = FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
 
 
@@ -74,6 +77,7 @@ class Engine:
         )  # fmt: skip
         self.cache = allocate_cache(config.num_layers, num_pages, config.num_kv_heads, config.head_dim, self.device, weight.dtype)
         self._added = 0
+        self._watchers: dict[int, Watcher] = {}
         model.pack_weights()
 
     @property
@@ -116,6 +120,18 @@ class Engine:
         if low < 0 or high >= vocabulary:
             raise ValueError(f"{name}: token ids {low}..{high} of the prompt are outside the model's vocabulary of {vocabulary}")
 
+    def watch(self, number: int, watcher: Watcher) -> None:
+        """Call `watcher(token, log-prob, top)` for every token of a request as it is sampled; see Request.top_logprobs."""
+        self._watchers[number] = watcher
+
+    def cancel(self, number: int) -> bool:
+        """Drop a request, between steps. False if it is not there: it has ended."""
+        self._watchers.pop(number, None)
+        sequence = self.scheduler.drop(number)
+        if sequence is not None and self.routes is not None:
+            self.routes.flush()  # its pages may be given out again
+        return sequence is not None
+
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """One forward. Returns the answers that ended in it, none when nothing is unfinished."""
@@ -133,7 +149,21 @@ class Engine:
         if not len(lanes_M):
             return []
         tokens_M, logp_M = sample(logits_MV, self.table, lanes_M, self.seed)
+        if self._watchers:
+            self._tell(lanes_M, tokens_M, logp_M, logits_MV)
         return self._append(lanes_M, tokens_M, logp_M)
+
+    def _tell(self, lanes_M: np.ndarray, tokens_M: np.ndarray, logp_M: np.ndarray, logits_MV: torch.Tensor) -> None:
+        """Tell the watchers what was sampled."""
+        for i, lane in enumerate(lanes_M.tolist()):
+            sequence = self.table.sequences[lane]
+            if (watcher := self._watchers.get(sequence.number)) is not None:
+                top, count = [], min(sequence.request.top_logprobs, logits_MV.shape[1])
+                if count:
+                    temperature = sequence.request.params.temperature or 1.0
+                    best = torch.log_softmax(logits_MV[i].float() / temperature, -1).topk(count)
+                    top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+                watcher(int(tokens_M[i]), float(logp_M[i]), top)
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Serve these requests and nothing else. Completions come in the order of the requests."""
@@ -238,6 +268,7 @@ class Engine:
 
     def _finish(self, lane: int, reason: int) -> Completion:
         sequence = self.scheduler.leave(lane)
+        self._watchers.pop(sequence.number, None)
         request, params, prompt = sequence.request, sequence.request.params, sequence.prompt
         mask, version_M = np.ones(len(sequence.tokens), np.uint8), sequence.version[prompt:]
         mask[:prompt] = 0
@@ -258,13 +289,13 @@ class Engine:
             top_p=params.top_p,
             top_k=params.top_k,
         )
-        routes = None
+        routes = rows = None
         if self.routes is not None:  # the last token was never computed, so it has no row
-            recorded = np.arange(len(sequence.tokens)) < sequence.reached
-            routes = encode(self._rows(sequence, self.table.pages[lane], sequence.reached), recorded)
+            rows = Rows(self._rows(sequence, self.table.pages[lane], sequence.reached), sequence.row_version[: sequence.reached])
+            routes = encode(rows.rows_RLK, np.arange(len(sequence.tokens)) < sequence.reached)
         text = self.tokenizer.decode(sequence.tokens[prompt:].tolist(), skip_special_tokens=True) if self.tokenizer else ""
         text = sequence.stop_strings.cut(text) if sequence.stop_strings else text
-        return Completion(sequence.number, trajectory, text, routes)
+        return Completion(sequence.number, trajectory, text, routes, rows)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

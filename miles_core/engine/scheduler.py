@@ -167,6 +167,14 @@ class Scheduler:
         self.free_lanes.append(lane)
         return self.table.save(lane)
 
+    def drop(self, number: int) -> Sequence | None:
+        """Forget a sequence, waiting or running. None if there is none of this number."""
+        for index, sequence in enumerate(self.waiting):
+            if sequence.number == number:
+                return self.waiting.pop(index)
+        lane = next((lane for lane in self.running if self._number(lane) == number), None)
+        return None if lane is None else self.leave(lane)
+
     def set_version(self, version: int, recompute: bool) -> None:
         """New weights are in place: see Engine.set_version."""
         assert version >= self.version, f"weights of version {version} after version {self.version}"

@@ -9,7 +9,7 @@ Legend: R lanes, T tokens, B pages of a sequence, M sampled tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -47,14 +47,27 @@ class SamplingParams:
                 raise ValueError(f"{name} must be {text}, got {getattr(self, name)}")
 
 
+class Rows(NamedTuple):
+    """Routes of the first R tokens of a sequence (routing.py), and the version of the weights that decided each, int32 [R]."""
+
+    rows_RLK: torch.Tensor
+    version_R: np.ndarray
+
+
 @dataclass(frozen=True)
 class Request:
-    """Sample number `sample` of group `group`: `tokens` int32 [P] is the prompt. Group and sample fix the sampling noise."""
+    """Sample number `sample` of group `group`: `tokens` int32 [P] is the prompt. Group and sample fix the sampling noise.
+
+    `rows`: routes that the first tokens have already, from earlier turns. `top_logprobs`: how many of the likeliest tokens to report
+    beside each sampled one, to whoever watches.
+    """
 
     group: int
     sample: int
     tokens: np.ndarray
     params: SamplingParams
+    rows: Rows | None = None
+    top_logprobs: int = 0
 
 
 @dataclass
@@ -76,7 +89,11 @@ class Sequence:
     @classmethod
     def of(cls, request: Request, number: int) -> Sequence:
         tokens = request.tokens.astype(np.int64)
-        return cls(request, number, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
+        sequence = cls(request, number, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
+        if request.rows is not None:
+            sequence.rows_RLK, sequence.row_version = request.rows
+            sequence.reached = len(sequence.row_version)
+        return sequence
 
     @property
     def prompt(self) -> int:
@@ -101,6 +118,7 @@ class Completion:
     trajectory: Trajectory
     text: str
     routes: torch.Tensor | None = None  # uint8, its recorded rows: see routing.encode
+    rows: Rows | None = None  # the same rows, for the request of a next turn
 
 
 @dataclass
