@@ -2,11 +2,13 @@
 
     python -m miles_core.assets.tiny_sft --out DIR --seed 0        (launch/recipes/tiny_sft.sh)
     python -m miles_core.assets.tiny_sft --out DIR --dense         as wide as the experts that one token visits, without a router
+    python -m miles_core.assets.tiny_sft --out DIR --task guess    a policy for the game of several turns (launch/recipes/guess.sh)
 
 A reinforcement-learning run needs a policy that is right sometimes. Here 240 batches of 128 demonstrations of the task `sort` are
 learned, of which 35 % are right; the others are plausible: descending, copied, shuffled. Sampled at temperature 1 the result sorts about
-one prompt in four, and the probability mass of the right answer is there to be sharpened. The same seed on the same machine gives the
-same bytes. Prompts come from the training split only, under a seed of their own.
+one prompt in four, and the probability mass of the right answer is there to be sharpened. Games of `guess` are whole conversations, of
+which 20 % halve the interval, 40 % guess anything that the hints allow, and 40 % ignore them. The same seed on the same machine gives
+the same bytes. Prompts come from the training split only, under a seed of their own.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from miles_core.model import hf
 from miles_core.model.attend import PackedAttend
 from miles_core.model.moe import MoEConfig
 from miles_core.model.transformer import ModelConfig, Transformer
-from miles_core.tasks import Task, load, make_prompt
+from miles_core.tasks import Task, encode, guess, load
 
-STEPS, DEMONSTRATIONS, SHARE_RIGHT = 240, 128, 0.35
+STEPS, DEMONSTRATIONS, SHARE_RIGHT = {"sort": 240, "guess": 160}, {"sort": 128, "guess": 64}, 0.35
 PEAK_LR, WARMUP_STEPS, FINAL_LR = 2e-3, 20, 0.1  # FINAL_LR: fraction of the peak that a cosine ends at
 DENSE = ModelConfig(
     family="qwen3",
@@ -66,54 +68,74 @@ def demonstrate(answer: str, digits: str, rng: random.Random) -> str:
     return rng.choice((answer[::-1], digits, "".join(rng.sample(digits, len(digits)))))
 
 
-def batch(task: Task, tokenizer: hf.Tokenizer, step: int, rng: random.Random) -> tuple[torch.Tensor, int]:
-    """(tokens int64 [S, prompt + answer + stop], length of every prompt) of one step."""
-    rows = []
-    for group in range(step * DEMONSTRATIONS, (step + 1) * DEMONSTRATIONS):
-        prompt = make_prompt(task, tokenizer, group)
-        answer = demonstrate(prompt.answer, prompt.text.removesuffix("="), rng)
-        rows.append([*prompt.tokens.tolist(), *tokenizer.encode(answer), tokenizer.eos_token_id])
-    return torch.tensor(rows), len(prompt.tokens)
+def play(secret: int, rng: random.Random) -> list[str]:
+    """A game of `guess`, one string a message after the question: guess, hint, guess, ..."""
+    style, low, high, said = rng.choices(("halve", "heed", "ignore"), (0.2, 0.4, 0.4))[0], 1, guess.HIGHEST, []
+    for _ in range(guess.MAX_GUESSES):
+        number = (low + high) // 2 if style == "halve" else rng.randint(low, high) if style == "heed" else rng.randint(1, guess.HIGHEST)
+        said.append(str(number))
+        if number == secret:
+            break
+        said.append(guess.hint(number, secret))
+        low, high = (max(low, number + 1), high) if number < secret else (low, min(high, number - 1))
+    return said
 
 
-def mean_loss(model: Transformer, tokens_SL: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    """Mean negative log-likelihood of the answer tokens, the stop token among them."""
-    num_sequences, length = tokens_SL.shape
-    targets = tokens_SL[:, prompt_length:].reshape(-1)
-    rows_M = (torch.arange(num_sequences)[:, None] * length + torch.arange(prompt_length, length) - 1).reshape(-1)
-    cu_seqlens_S1 = torch.arange(0, num_sequences * length + 1, length, dtype=torch.int32)
-    ones_M = torch.ones(len(targets))
+def conversation(task: Task, tokenizer: hf.Tokenizer, group: int, rng: random.Random) -> tuple[list[int], list[bool]]:
+    """Tokens of one demonstration, and which of them are the assistant's, its stop tokens among them."""
+    messages, answer, text = task.prompt(group)
+    said = play(answer, rng) if task.name == "guess" else [demonstrate(answer, text.removesuffix("="), rng)]
+    tokens, mine = [], []
+    for turn in range(0, len(said), 2):  # whatever follows a stop token is the template's
+        rendered = encode(messages, tokenizer, "a demonstration").tolist()
+        sampled = [*tokenizer.encode(said[turn]), tokenizer.eos_token_id]
+        mine += [False] * (len(rendered) - len(tokens)) + [True] * len(sampled)
+        tokens = rendered + sampled
+        messages = [*messages, {"role": "assistant", "content": said[turn]}]
+        messages += [{"role": "tool", "content": hint} for hint in said[turn + 1 : turn + 2]]
+    return tokens, mine
+
+
+def mean_loss(model: Transformer, demonstrations: list[tuple[list[int], list[bool]]]) -> torch.Tensor:
+    """Mean negative log-likelihood of the assistant's tokens."""
+    lengths = [len(tokens) for tokens, _ in demonstrations]
+    tokens_T = torch.tensor([token for tokens, _ in demonstrations for token in tokens])
+    rows_M = torch.tensor([is_mine for _, mine in demonstrations for is_mine in mine]).nonzero()[:, 0] - 1
+    ones_M = torch.ones(len(rows_M))
     logp_M, _ = model(
-        tokens_SL.reshape(-1),
-        torch.arange(length).repeat(num_sequences),
-        PackedAttend(cu_seqlens_S1, model.config.head_dim**-0.5),
+        tokens_T,
+        torch.cat([torch.arange(length) for length in lengths]),
+        PackedAttend(torch.tensor([0, *lengths]).cumsum(0).int(), model.config.head_dim**-0.5),
         rows_M,
-        targets,
-        (ones_M, ones_M, torch.zeros(len(targets), dtype=torch.int64)),
+        tokens_T[rows_M + 1],
+        (ones_M, ones_M, torch.zeros(len(rows_M), dtype=torch.int64)),
     )
     return -logp_M.mean()
 
 
-def learning_rate(step: int) -> float:
-    cosine = 0.5 * (1 + math.cos(math.pi * step / STEPS))
+def learning_rate(step: int, steps: int) -> float:
+    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
     return PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_LR + (1 - FINAL_LR) * cosine)
 
 
-def train(tokenizer: hf.Tokenizer, seed: int, steps: int = STEPS, config: ModelConfig = MIXTURE) -> Transformer:
-    """The warm-started model. Prints the loss every 40 steps; a model of `steps` < STEPS is the full run's at that step."""
+def train(
+    tokenizer: hf.Tokenizer, seed: int, *, task: str = "sort", steps: int | None = None, config: ModelConfig = MIXTURE
+) -> Transformer:
+    """The warm-started model. Prints the loss every 40 steps; a model of fewer `steps` is the full run's at that step."""
+    all_steps, count = STEPS[task], DEMONSTRATIONS[task]
     model = hf.build(config)
     initialise(model, seed)
-    task, rng = load("sort", numerics.derive_seed(seed, "warm start")), random.Random(f"demonstrations/{seed}")
+    source, rng = load(task, numerics.derive_seed(seed, "warm start")), random.Random(f"demonstrations/{seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0)
-    for step in range(steps):
-        loss = mean_loss(model, *batch(task, tokenizer, step, rng))
-        optimizer.param_groups[0]["lr"] = learning_rate(step)
+    for step in range(all_steps if steps is None else steps):
+        loss = mean_loss(model, [conversation(source, tokenizer, group, rng) for group in range(step * count, (step + 1) * count)])
+        optimizer.param_groups[0]["lr"] = learning_rate(step, all_steps)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % 40 == 0:
-            print(f"warm start: step {step + 1}/{STEPS}, loss {loss.item():.3f} nats a token", file=sys.stderr, flush=True)
+            print(f"warm start: step {step + 1}/{all_steps}, loss {loss.item():.3f} nats a token", file=sys.stderr, flush=True)
     return model
 
 
@@ -121,16 +143,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint, in Hugging Face layout")
     parser.add_argument("--seed", type=int, default=0, help="initial weights, prompts and demonstrations (default: 0)")
+    parser.add_argument("--task", choices=STEPS, default="sort", help="what to demonstrate (default: sort)")
     parser.add_argument("--dense", action="store_true", help="no mixture of experts")
     args = parser.parse_args()
     config = DENSE if args.dense else MIXTURE
     numerics.setup()
     args.out.mkdir(parents=True, exist_ok=True)
     tiny_tokenizer.save(args.out)
-    model = train(hf.load_tokenizer(args.out), args.seed, config=config)
+    model = train(hf.load_tokenizer(args.out), args.seed, task=args.task, config=config)
     hf.save(args.out, config, model.named_parameters(), args.out)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters in {args.out}; held-out pass@1: "
-          f"python rollout.py --model {args.out} --task sort --eval", file=sys.stderr)  # fmt: skip
+          f"python rollout.py --model {args.out} --task {args.task} --eval", file=sys.stderr)  # fmt: skip
 
 
 if __name__ == "__main__":

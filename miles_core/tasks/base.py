@@ -24,12 +24,14 @@ class Task:
     splits "train" and "eval" share no prompt.
     reward(answer, completion) -> a number. Runs in a process of its own; what it raises is an `infra_error`, not a zero.
     num_eval: how many held-out prompts there are; "eval" groups count from 0 below it.
+    agent: "module:function" of the agent that plays an episode of several turns (miles_core/tito/episodes.py); "": one answer.
     """
 
     name: str
     prompt: Callable[..., tuple[list[dict], Any, str]]
     reward: Callable[[Any, str], float]
     num_eval: int = 0
+    agent: str = ""
 
 
 def one_user_turn(text: str) -> list[dict]:

@@ -1,0 +1,168 @@
+"""Agents: an episode is a function that talks to a session until it is done.
+
+    async def run(session, prompt, metadata):                    # prompt: chat messages; metadata: what the task's reward needs
+        reply = await session.chat(prompt)
+        ...
+        return {"reward": 1.0}                                   # or None: the task's reward judges the last answer
+
+    episodes = Episodes(run, make_session, params, max_turns=8, timeout_s=60)
+    episodes.start(group, sample, messages, metadata)
+    for outcome in episodes.poll(): ...                          # never waits
+
+Agents run on an event loop in a thread of its own, the engine stays with the thread that steps it. Every episode ends with a verdict:
+`ok`; `timeout` when it takes longer than it may; `infra_error` when the agent raises. An agent that asks for more turns than there are, or
+whose conversation outgrows the context, has ended; what it returns, or the task's reward, counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import math
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_core.engine.sequence import SamplingParams
+from miles_core.tito.errors import SessionError
+from miles_core.tito.session import Reply, Session
+
+Agent = Callable[["AgentSession", list[dict], Any], Awaitable[dict | None]]
+MakeSession = Callable[[int, int], Session]  # (group, sample) -> a new session
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an episode ended. `reward` is None where the task's reward has to judge `text`, the last answer."""
+
+    group: int
+    sample: int
+    session: Session
+    verdict: str
+    reward: float | None
+    text: str
+    detail: str = ""
+
+
+class EpisodeOver(Exception):
+    """The agent asked for a turn that the episode does not have."""
+
+
+class AgentSession:
+    """What an agent sees: `chat`, and how much is left. Sampling is the run's own, since the trainer scores under it."""
+
+    def __init__(self, session: Session, params: SamplingParams, max_turns: int):
+        self._session, self._params, self.turns_left = session, params, max_turns
+
+    @property
+    def id(self) -> str:
+        return self._session.id
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that still fit into the context."""
+        return self._session.budget_left
+
+    async def chat(
+        self, messages: list[dict], *, tools: list[dict] | None = None, tool_choice: str = "auto",
+        max_tokens: int | None = None, stop: tuple[str, ...] = (),
+    ) -> Reply:  # fmt: skip
+        """The model's answer to the whole conversation so far. Append `reply.message` to it as it is."""
+        if self.turns_left < 1:
+            raise EpisodeOver("no turn is left")
+        params = dataclasses.replace(self._params, stop_strings=self._params.stop_strings + tuple(stop))
+        if max_tokens is not None:
+            params = dataclasses.replace(params, max_new_tokens=min(max_tokens, params.max_new_tokens))
+        try:
+            reply = await self._session.chat(messages, tools=tools, tool_choice=tool_choice, params=params)
+        except SessionError as error:
+            if error.code == "context_length_exceeded":
+                raise EpisodeOver(str(error)) from error
+            raise
+        self.turns_left -= 1
+        return reply
+
+
+class Episodes:
+    """Any number of episodes at once. `close` cancels what is left of them."""
+
+    def __init__(self, agent: Agent, make_session: MakeSession, params: SamplingParams, *, max_turns: int, timeout_s: float):
+        self.agent, self.make_session, self.params, self.max_turns, self.timeout_s = agent, make_session, params, max_turns, timeout_s
+        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.num_running = 0
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="episodes", daemon=True)
+        self.thread.start()
+
+    def start(self, group: int, sample: int, messages: list[dict], metadata: Any) -> None:
+        self.num_running += 1
+        asyncio.run_coroutine_threadsafe(self._run(group, sample, messages, metadata), self.loop)
+
+    def poll(self) -> list[Outcome]:
+        """The episodes that have ended since the last look."""
+        ended = []
+        while not self.outcomes.empty():
+            ended.append(self.outcomes.get())
+        self.num_running -= len(ended)
+        return ended
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self._stop)
+        self.thread.join(5.0)
+
+    def _stop(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.call_soon(self.loop.stop)
+
+    async def _run(self, group: int, sample: int, messages: list[dict], metadata: Any) -> None:
+        session = self.make_session(group, sample)
+        reward, verdict, detail = None, "ok", ""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                returned = await self.agent(AgentSession(session, self.params, self.max_turns), messages, metadata)
+            reward = _reward(returned)
+        except EpisodeOver as over:
+            detail = str(over)
+        except TimeoutError:
+            verdict, detail = "timeout", f"the episode took longer than {self.timeout_s:g} s"
+        except Exception:  # of the agent: any exception at all is its verdict, and the run goes on
+            verdict, detail = "infra_error", traceback.format_exc()
+        session.cancel()
+        self.outcomes.put(Outcome(group, sample, session, verdict, reward, session.last_text, detail))
+
+
+def _reward(returned: dict | None) -> float | None:
+    """The reward that an agent gave, if it gave one. ValueError for anything else than a finite number."""
+    if returned is None or returned.get("reward") is None:
+        return None
+    reward = float(returned["reward"])
+    if not math.isfinite(reward):
+        raise ValueError(f"the agent returned the reward {reward}")
+    return reward
+
+
+def load_agent(name: str) -> Agent:
+    """`module:function` or `path/to/file.py:function`. ValueError if there is none."""
+    module_name, _, function = name.rpartition(":")
+    if not module_name or not function:
+        raise ValueError(f"--agent {name}: give module:function, or path/to/file.py:function")
+    try:
+        if module_name.endswith(".py"):
+            path = Path(module_name).resolve()
+            sys.path.insert(0, str(path.parent))
+            module = importlib.import_module(path.stem)
+        else:
+            module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"--agent {name} cannot be imported: {error}") from error
+    agent = getattr(module, function, None)
+    if not asyncio.iscoroutinefunction(agent):
+        raise ValueError(f"--agent {name}: {function} is no `async def {function}(session, prompt, metadata)`")
+    return agent
