@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from miles_core.tito.render import make_renderer
 
 from kernels import cpu
 from kernels.dispatch import use_fast
@@ -25,7 +26,7 @@ from miles_core import guard, numerics, tasks
 from miles_core.advantage import ADVANTAGES
 from miles_core.assets import TINY
 from miles_core.config import Config, parse_args
-from miles_core.engine.engine import Completion, Engine, Request, SamplingParams
+from miles_core.engine.engine import Engine, Request, SamplingParams
 from miles_core.metrics import Mean, Metric, merge
 from miles_core.model import hf
 from miles_core.model.layers import named_weights
@@ -35,6 +36,8 @@ from miles_core.ring import Claim, Ring
 from miles_core.route_transport import Mailbox, RouteStore
 from miles_core.schema import VERDICTS, Prompt
 from miles_core.tasks.rewards import RewardPool
+from miles_core.tito.episodes import load_agent
+from miles_core.tito.player import Answer, Player
 from miles_core.topology import Topology, layout_from_env
 from miles_core.weights import Receiver
 
@@ -49,7 +52,7 @@ class Group:
 
     claim: Claim
     prompt: Prompt
-    done: dict[int, Completion] = field(default_factory=dict)
+    done: dict[int, Answer] = field(default_factory=dict)
     num_rewarded: int = 0
 
 
@@ -68,6 +71,7 @@ class Rollout:
         # A fair share of the slots: the first rank to look must not admit every group of a step while the others idle.
         self.max_open = math.ceil(ring.num_slots / ring.num_rollout_ranks)
         self.engine = make_engine(config, inputs, model, self.max_open)
+        self.player = make_player(config, inputs, self.engine)
         self.rewards = make_rewards(config)
         self.open: dict[int, Group] = {}
 
@@ -76,18 +80,25 @@ class Rollout:
         self.refresh()
         self.serve_routes()
         admitted = self.admit()
-        for completion in self.engine.step():
-            number, sample = completion.trajectory.group, completion.trajectory.sample
-            self.open[number].done[sample] = completion
-            self.rewards.submit((number, sample), self.open[number].prompt.answer, completion.text)
+        for answer in self.player.step():
+            number, sample = answer.trajectory.group, answer.trajectory.sample
+            self.open[number].done[sample] = answer
+            if answer.reward is None and answer.verdict == "ok":
+                self.rewards.submit((number, sample), self.open[number].prompt.answer, answer.text)
+            else:
+                self.judge(number, sample, answer.reward or 0.0, answer.verdict)
         for (number, sample), reward, verdict, _ in self.rewards.poll():
-            group = self.open[number]
-            trajectory = group.done[sample].trajectory
-            trajectory.reward, trajectory.verdict = reward, VERDICTS.index(verdict)
-            group.num_rewarded += 1
-            if group.num_rewarded == self.config.samples_per_prompt:
-                self.finish(self.open.pop(number))
+            self.judge(number, sample, reward, verdict)
         return admitted or self.engine.num_unfinished > 0
+
+    def judge(self, number: int, sample: int, reward: float, verdict: str) -> None:
+        """The reward of one sample; the last one of its group finishes it."""
+        group = self.open[number]
+        trajectory = group.done[sample].trajectory
+        trajectory.reward, trajectory.verdict = reward, VERDICTS.index(verdict)
+        group.num_rewarded += 1
+        if group.num_rewarded == self.config.samples_per_prompt:
+            self.finish(self.open.pop(number))
 
     def refresh(self, min_version: int | None = None) -> None:
         """Load the newest published weights if they are new; with `min_version`, wait until at least that version is there."""
@@ -108,7 +119,7 @@ class Rollout:
             prompt = make_prompt(self.config, self.inputs, claim.group, "train")
             self.open[claim.group] = Group(claim, prompt)
             for sample in range(self.config.samples_per_prompt):
-                self.engine.add(Request(claim.group, sample, prompt.tokens, sampling_params(self.config, self.inputs)))
+                self.player.add(prompt, sample)
             admitted = True
         return admitted
 
@@ -124,7 +135,11 @@ class Rollout:
         self.ring.put(group.claim, trajectories)
 
     def evaluate(self, shard: int, num_shards: int) -> dict[str, Metric]:
-        return evaluate(self.config, self.inputs, self.engine, self.rewards, shard, num_shards)
+        return evaluate(self.config, self.inputs, self.player, self.rewards, shard, num_shards)
+
+    def close(self) -> None:
+        self.player.close()
+        self.rewards.close()
 
     def run(self) -> None:
         """The life of a dedicated rollout rank: until the trainer says stop."""
@@ -150,7 +165,8 @@ class Inputs:
     tokenizer: hf.Tokenizer
     stop_token_ids: tuple[int, ...]
     task: tasks.Task
-    max_context: int  # prompt + answer, tokens
+    max_context: int  # prompt + answer, tokens; of an episode all of it
+    max_turns: int  # answers in it
 
 
 def load_inputs(config: Config, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -165,10 +181,14 @@ def load_inputs(config: Config, device: torch.device, dtype: torch.dtype) -> Inp
     task = tasks.load(config.task, config.seed, config.data, config.eval_data)
     choose_kernels(model_config, device, dtype, config.parity)
     check_router(config, model_config.moe)
+    max_turns = 1
+    if agent := agent_name(config, task):
+        load_agent(agent)
+        max_turns = config.max_turns
     if config.micro_batch_tokens < max_context:
         raise ValueError(f"--micro-batch-tokens {config.micro_batch_tokens} cannot hold one sample of --max-context {max_context}")
     tokenizer = hf.load_tokenizer(model_dir)
-    return Inputs(model_dir, model_config, tokenizer, hf.load_stop_ids(model_dir, tokenizer), task, max_context)
+    return Inputs(model_dir, model_config, tokenizer, hf.load_stop_ids(model_dir, tokenizer), task, max_context, max_turns)
 
 
 def check_router(config: Config, moe: MoEConfig | None) -> None:
@@ -230,11 +250,27 @@ def make_engine(config: Config, inputs: Inputs, model: Transformer, num_groups: 
     )  # fmt: skip
 
 
+def agent_name(config: Config, task: tasks.Task) -> str:
+    """Which agent plays: the one that was asked for, else the task's own; "" where an answer is one turn."""
+    return config.agent or getattr(task, "agent", "")
+
+
+def make_player(config: Config, inputs: Inputs, engine: Engine) -> Player:
+    params = sampling_params(config, inputs)
+    if not (name := agent_name(config, inputs.task)):
+        return Player(engine, params)
+    renderer = make_renderer(inputs.tokenizer)
+    return Player(
+        engine, params, load_agent(name), renderer,
+        max_context=inputs.max_context, max_turns=config.max_turns, timeout_s=config.episode_timeout,
+    )  # fmt: skip
+
+
 def make_rewards(config: Config) -> RewardPool:
     return RewardPool(config.task, config.seed, config.data, config.eval_data, config.reward_workers, config.reward_timeout)
 
 
-def evaluate(config: Config, inputs: Inputs, engine: Engine, rewards: RewardPool, shard: int, num_shards: int) -> dict[str, Metric]:
+def evaluate(config: Config, inputs: Inputs, player: Player, rewards: RewardPool, shard: int, num_shards: int) -> dict[str, Metric]:
     """pass@1, pass@k and mean reward over this rank's share of the held-out prompts, as sums that the ranks merge.
 
     A sample passes when its reward is at least 1. pass@k (k = --eval-samples) is the share of prompts that any sample passes.
@@ -242,25 +278,32 @@ def evaluate(config: Config, inputs: Inputs, engine: Engine, rewards: RewardPool
     """
     if not config.eval_prompts:
         return {}
-    params = sampling_params(config, inputs)
     numbers = range(shard, min(config.eval_prompts, inputs.task.num_eval), num_shards)
     prompts = [make_prompt(config, inputs, number, "eval") for number in numbers]
     samples = range(config.eval_samples)
-    completions = engine.generate([Request(EVAL_GROUP + p.group, sample, p.tokens, params) for p in prompts for sample in samples])
-    for index, completion in enumerate(completions):
-        rewards.submit(index, prompts[index // config.eval_samples].answer, completion.text)
-    scores: list[list[float]] = [[] for _ in prompts]
-    while rewards.num_pending:  # ends: every sample has a deadline
-        for index, reward, verdict, _ in rewards.poll():
+    prompts = {EVAL_GROUP + p.group: replace(p, group=EVAL_GROUP + p.group) for p in prompts}
+    for prompt in prompts.values():
+        for sample in samples:
+            player.add(prompt, sample)
+    scores: dict[int, list[float]] = {number: [] for number in prompts}
+    while player.num_unfinished or rewards.num_pending:  # ends: every episode and every reward has a deadline
+        for answer in player.step():
+            number = answer.trajectory.group
+            if answer.reward is not None:
+                scores[number].append(answer.reward)
+            elif answer.verdict == "ok":
+                rewards.submit(number, prompts[number].answer, answer.text)
+        for number, reward, verdict, _ in rewards.poll():
             if verdict == "ok":
-                scores[index // config.eval_samples].append(reward)
-        time.sleep(IDLE_S)
-    num_ok, passed = sum(map(len, scores)), [[r >= 1 for r in rs] for rs in scores if rs]
+                scores[number].append(reward)
+        if not player.engine.num_unfinished:
+            time.sleep(IDLE_S)
+    num_ok, passed = sum(map(len, scores.values())), [[r >= 1 for r in rs] for rs in scores.values() if rs]
     name = f"eval/{inputs.task.name}"
     metrics: dict[str, Metric] = {
         f"{name}/pass@1": Mean(sum(map(sum, passed)), num_ok),
-        f"{name}/reward_mean": Mean(sum(map(sum, scores)), num_ok),
-        f"{name}/not_ok_frac": Mean(len(completions) - num_ok, len(completions)),
+        f"{name}/reward_mean": Mean(sum(map(sum, scores.values())), num_ok),
+        f"{name}/not_ok_frac": Mean(len(prompts) * config.eval_samples - num_ok, len(prompts) * config.eval_samples),
     }
     if config.eval_samples > 1:
         metrics[f"{name}/pass@{config.eval_samples}"] = Mean(sum(map(any, passed)), len(passed))
@@ -282,8 +325,9 @@ def main() -> None:
         prompt = tasks.user_prompt(config.generate, inputs.tokenizer)
         print(engine.generate([Request(EVAL_GROUP, 0, prompt, sampling_params(config, inputs))])[0].text)
         return
-    rewards = make_rewards(config)
-    metrics = merge(topo.gather(evaluate(config, inputs, engine, rewards, topo.rank, topo.layout.world_size)))
+    player, rewards = make_player(config, inputs, engine), make_rewards(config)
+    metrics = merge(topo.gather(evaluate(config, inputs, player, rewards, topo.rank, topo.layout.world_size)))
+    player.close()
     rewards.close()
     if topo.rank == 0:
         for name, metric in metrics.items():

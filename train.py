@@ -120,22 +120,22 @@ def resolve(config: Config, layout: Layout) -> Config:
     return dataclasses.replace(config, rollout_ranks_per_node=layout.rollout_ranks_per_node, max_staleness=max_staleness)
 
 
-def ring_shape(config: Config, layout: Layout, max_context: int) -> dict[str, int]:
+def ring_shape(config: Config, layout: Layout, inputs: Inputs) -> dict[str, int]:
     """Arguments of Ring.create that follow from the config: one node's share."""
     groups_per_step = config.prompts_per_step // layout.num_nodes
     num_slots, window = ring.derive(groups_per_step, config.max_staleness)
     # Versions only grow while a sample is made, and it spans at most max_staleness + 1 of them.
-    slot_bytes = 8 + config.samples_per_prompt * trajectory_nbytes(max_context, config.max_staleness + 2, num_turns=2)
+    slot_bytes = 8 + config.samples_per_prompt * trajectory_nbytes(inputs.max_context, config.max_staleness + 2, 2 * inputs.max_turns)
     return {"num_slots": num_slots, "slot_bytes": slot_bytes, "window": window, "num_groups": groups_per_step * config.steps}
 
 
-def describe(config: Config, layout: Layout, max_context: int) -> str:
+def describe(config: Config, layout: Layout, inputs: Inputs) -> str:
     """Who does what, and the staleness that follows: printed at start-up and by --dry-run."""
-    shape = ring_shape(config, layout, max_context)
+    shape = ring_shape(config, layout, inputs)
     bound = ring.staleness_bound(shape["num_slots"], shape["window"], config.prompts_per_step // layout.num_nodes)
     return (
         f"{layout.describe()}\n"
-        f"step: {config.prompts_per_step} prompts x {config.samples_per_prompt} samples of at most {max_context} tokens\n"
+        f"step: {config.prompts_per_step} prompts x {config.samples_per_prompt} samples of at most {inputs.max_context} tokens\n"
         f"ring: B = {shape['num_slots']} slots of {shape['slot_bytes'] / 2**20:.2f} MiB a node, window W = {shape['window']}\n"
         f"staleness: no sample is more than (B + W - 2) // P = {bound} version{'s' * (bound != 1)} old when it is trained on"
     )
@@ -322,12 +322,12 @@ def main() -> None:
     inputs = load_inputs(config, device, dtype)
     if config.dry_run:
         if int(os.environ.get("RANK", 0)) == 0:
-            print(describe(config, layout, inputs.max_context))
+            print(describe(config, layout, inputs))
         return
     topo = Topology(layout, device, dtype, config.timeout, config.expert_parallel)
     start = next(s for s in topo.gather(open_run(config) if topo.is_logger else None) if s is not None)
     if topo.is_logger:
-        print(describe(config, layout, inputs.max_context))
+        print(describe(config, layout, inputs))
         ops = describe_kernels(device, dtype, inputs.model_config.head_dim, experts=inputs.model_config.moe is not None)
         print(f"parity: {config.parity} ({ops})")
         print(start, flush=True)
@@ -345,7 +345,7 @@ def main() -> None:
         model = hf.build(inputs.model_config, device, dtype)
         rollout = Rollout(config, inputs, model, node_ring, receiver, topo.rollout_index, store, mailbox)
         rollout.refresh(min_version=start.version)
-    with contextlib.closing(rollout.rewards) if rollout is not None else contextlib.nullcontext():
+    with contextlib.closing(rollout) if rollout is not None else contextlib.nullcontext():
         topo.gather(None)  # every rank has attached, and has loaded the first weights
         before = evaluate_everywhere(topo, rollout)
         if trainer is None:
@@ -370,7 +370,7 @@ def share(config: Config, inputs: Inputs, topo: Topology, start: Start) -> tuple
     """
     layout = topo.layout
     if topo.is_node_leader:
-        shape = ring_shape(config, layout, inputs.max_context)
+        shape = ring_shape(config, layout, inputs)
         node_rollout_ranks = layout.ranks(train=False, node=topo.node)
         node_ring = Ring.create(
             **shape,

@@ -90,6 +90,11 @@ class Config:
     max_sequences: int = _flag(256, "rollout", "sequences that one rollout rank decodes at once")
     prefill_tokens: int = _flag(1024, "rollout", "tokens in one forward of the engine, decode and prefill chunks together")
     kv_tokens: int = _flag(0, "rollout", "KV cache size in tokens; 0 = room for every sequence in flight at its longest, at most 65536")
+    agent: str = _flag(
+        "", "rollout", "module:function or file.py:function that plays an episode of several turns; none = that of the task, if it has one"
+    )
+    max_turns: int = _flag(8, "rollout", "answers of the model in one episode of an agent")
+    episode_timeout: float = _flag(60.0, "rollout", "seconds before an episode is ended and its sample gets the verdict 'timeout'")
     reward_workers: int = _flag(1, "rollout", "reward processes of one rollout rank")
     reward_timeout: float = _flag(10.0, "rollout", "seconds before a reward is killed and its sample gets the verdict 'timeout'")
     # loss
@@ -131,7 +136,7 @@ class Config:
     def __post_init__(self) -> None:
         at_least = {
             1: "steps keep_checkpoints prompts_per_step samples_per_prompt eval_samples max_new_tokens max_context max_sequences "
-            "prefill_tokens micro_batch_tokens reward_workers expert_parallel",
+            "prefill_tokens micro_batch_tokens reward_workers expert_parallel max_turns",
             0: "seed save_every eval_prompts temperature top_k kv_tokens clip_low clip_high icepop_low icepop_high kl_coef lr beta1 beta2 "
             "router_balance_coef router_z_coef router_bias_rate weight_decay warmup_steps max_grad_norm",
             -1: "rollout_ranks_per_node max_staleness",
@@ -140,7 +145,7 @@ class Config:
             for name in names.split():
                 value = getattr(self, name)
                 self._require(math.isfinite(value) and value >= low, name, f"must be a number >= {low}")
-        for name in ("timeout", "reward_timeout", "importance_cap"):
+        for name in ("timeout", "reward_timeout", "episode_timeout", "importance_cap"):
             self._require(0 < getattr(self, name) < math.inf, name, "must be > 0")
         self._require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]")
         self._require(self.beta1 < 1 and self.beta2 < 1, "beta2", "(and --beta1) must be < 1")

@@ -64,13 +64,15 @@ NO_OWNER = -1
 class Prompt:
     """What a task asks, already tokenised.
 
-    `tokens` int32 [P]. `text` is the last user message, for people. `answer` is whatever the task's reward needs (JSON-able).
+    `tokens` int32 [P]. `text` is the last user message, for people. `answer` is whatever the task's reward needs (JSON-able). `messages`
+    are what the tokens spell, for agents.
     """
 
     group: int
     tokens: np.ndarray
     text: str
     answer: Any = None
+    messages: tuple[dict, ...] = ()
 
 
 @dataclass

@@ -77,7 +77,7 @@ def make_prompt(task: Task, tokenizer: Any, group: int, split: str = "train") ->
 
     assert split in SPLITS, split
     messages, answer, text = task.prompt(group, split)
-    return Prompt(group, encode(messages, tokenizer, f"--task {task.name}, {split} prompt {group}"), text, answer)
+    return Prompt(group, encode(messages, tokenizer, f"--task {task.name}, {split} prompt {group}"), text, answer, tuple(messages))
 
 
 def user_prompt(text: str, tokenizer: Any) -> np.ndarray:
