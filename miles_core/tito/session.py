@@ -36,12 +36,29 @@ try:
     from miles_core.tito.parsers import parse_assistant
 except ImportError:
 
-    def parse_assistant(text: str, family: str) -> dict[str, Any]:
+    def parse_assistant(text: str, family: str, **_: Any) -> dict[str, Any]:
         return {"content": text, "reasoning_content": None, "tool_calls": None}
 
 
 TOOL_CHOICES = ("auto", "none", "required")
-OnPiece = Callable[[Piece], None] | Callable[[Piece], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How to read the tokens of an answer, known before the first one: the arguments of parsers.StreamParser.
+
+    `text`: what the prompt makes the answer begin with (the tag of a call, for tool_choice "required"); it comes before the sampled text.
+    """
+
+    text: str
+    family: str
+    calls: bool
+    thinking: bool
+    prefix: str
+
+
+OnOpening = Callable[[Opening], Awaitable[None] | None]
+OnPiece = Callable[[Piece], Awaitable[None] | None]
 
 
 @dataclass(frozen=True)
@@ -112,9 +129,10 @@ class Session:
         top_logprobs: int = 0,
         seed: int | None = None,
         on_piece: OnPiece | None = None,
+        on_opening: OnOpening | None = None,
     ) -> Reply:
-        """Answer `messages`, the whole conversation in OpenAI form. `on_piece` is called (and awaited, if it is a coroutine function) as
-        tokens are sampled; a first piece without log-probs holds tokens that the answer was made to begin with (tool_choice "required").
+        """Answer `messages`, the whole conversation in OpenAI form. `on_opening` is called once the request is known to be good, `on_piece`
+        as tokens are sampled; what they return is awaited if it can be.
 
         params.max_new_tokens is cut to what fits. If the task that awaits is cancelled, so is the engine's turn.
         Raises SessionError; then, and after a cancellation, the tree is as it was.
@@ -132,10 +150,12 @@ class Session:
             )
         params = dataclasses.replace(params, max_new_tokens=min(params.max_new_tokens, room))
         with self.tree.attempt(prepared.node) as attempt:
+            opening = self._opening(prepared, calls=bool(tools) and tool_choice != "none", attempt=attempt)
+            await _call(on_opening, opening)
             request = TurnRequest(prepared.tokens, params, self.group, self.sample, attempt, seed, top_logprobs, prepared.node.routes)
-            result, pieces = await self._generate(request, prepared, on_piece)
+            result, pieces = await self._generate(request, on_piece)
             self._check_open()  # it may have been finished meanwhile
-            message = self._message(prepared, result, params.stop_strings, tool_choice, attempt)
+            message = self._message(opening, result, params.stop_strings, tools)
             node = self.tree.commit(prepared, result, message, attempt, params)
         self.last_used = time.monotonic()
         return Reply(copy.deepcopy(message), node, _finish_reason(result, message), _usage(prepared, result), pieces)
@@ -145,7 +165,9 @@ class Session:
         self._check_open()
         if verdict not in VERDICTS:
             raise SessionError(400, f"verdict {verdict!r} is unknown: use one of {', '.join(VERDICTS)}")
-        if verdict == "ok" and (not isinstance(reward, int | float) or isinstance(reward, bool) or abs(reward) == float("inf") or reward != reward):
+        if verdict == "ok" and (
+            not isinstance(reward, int | float) or isinstance(reward, bool) or abs(reward) == float("inf") or reward != reward
+        ):
             raise SessionError(400, f"verdict ok needs a finite reward, got {reward!r}")
         self.reward, self.verdict = (None if reward is None else float(reward)), verdict
         self.cancel()
@@ -159,7 +181,7 @@ class Session:
         if self.finished:
             raise SessionError(409, f"session {self.id} is finished", "session_finished")
 
-    async def _generate(self, request: TurnRequest, prepared: Prepared, on_piece: OnPiece | None) -> tuple[TurnResult, list[Piece]]:
+    async def _generate(self, request: TurnRequest, on_piece: OnPiece | None) -> tuple[TurnResult, list[Piece]]:
         try:
             turn = self.backend.submit(request)
         except ValueError as error:
@@ -168,8 +190,6 @@ class Session:
         pieces: list[Piece] = []
         done = False
         try:
-            if len(prepared.forced):
-                await _call(on_piece, Piece(prepared.forced.tolist(), [], []))
             async for piece in turn:
                 pieces.append(piece)
                 await _call(on_piece, piece)
@@ -187,25 +207,25 @@ class Session:
                 turn.cancel()
         return result, pieces
 
-    def _message(self, prepared: Prepared, result: TurnResult, stops: tuple[str, ...], tool_choice: str, attempt: int) -> dict[str, Any]:
+    def _opening(self, prepared: Prepared, calls: bool, attempt: int) -> Opening:
+        prefix = f"call_{prepared.node.num_messages}_{attempt}_"  # no two turns of a tree have both numbers in common
+        return Opening(prepared.opening, self.renderer.parser, calls, prepared.thinking, prefix)
+
+    def _message(self, opening: Opening, result: TurnResult, stops: tuple[str, ...], tools: list[dict[str, Any]] | None) -> dict[str, Any]:
         """What the sampled tokens say, in OpenAI form."""
-        text = prepared.opening + self.renderer.answer(result.tokens)
+        text = self.renderer.answer(result.tokens)
         if result.finish == "stop":
-            text = text[: min((at for stop in stops if (at := text.find(stop, len(prepared.opening))) >= 0), default=len(text))]
-        if tool_choice == "none":
-            parsed = parse_assistant(text, "none")
-        else:
-            parsed = parse_assistant(text, self.renderer.parser)
-        message = {"role": "assistant", "content": parsed["content"]}
-        message |= {key: parsed[key] for key in ("reasoning_content", "tool_calls") if parsed.get(key)}
-        for number, call in enumerate(message.get("tool_calls", ())):
-            call["id"] = f"call_{len(prepared.node.messages)}_{attempt}_{prepared.node.num_messages}_{number}"
-        return message
+            text = text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+        parsed = parse_assistant(
+            opening.text + text, opening.family, tools=tools, calls=opening.calls, thinking=opening.thinking, prefix=opening.prefix
+        )
+        optional = {key: parsed[key] for key in ("reasoning_content", "tool_calls") if parsed.get(key)}
+        return {"role": "assistant", "content": parsed["content"], **optional}
 
 
-async def _call(on_piece: OnPiece | None, piece: Piece) -> None:
-    if on_piece is not None:
-        waiting = on_piece(piece)
+async def _call(function: Callable[[Any], Awaitable[None] | None] | None, argument: Any) -> None:
+    if function is not None:
+        waiting = function(argument)
         if inspect.isawaitable(waiting):
             await waiting
 
