@@ -209,6 +209,7 @@ class SessionTree:
         self.num_tokens = 0  # of all nodes
         self._by_digest: dict[bytes, Node] = {}
         self._paths: list[_Path] = []  # the one used last comes first
+        self._heads: dict[bytes, Head] = {}  # so that turns share one
         self._used = {0}  # attempts, of nodes and in flight
         self._in_flight = 0
 
@@ -228,7 +229,7 @@ class SessionTree:
         """
         if not isinstance(messages, list) or not messages:
             raise SessionError(400, "messages must be a list with at least one message")
-        head, node, path = _head(tools, template_kwargs), self.root, None
+        head, node, path = self._head(tools, template_kwargs), self.root, None
         best = 0
         for candidate in self._paths:
             if candidate.head.digest == head.digest and (same := candidate.common(messages, self._matcher)) > best:
@@ -267,16 +268,17 @@ class SessionTree:
             raise SessionError(413, f"the new messages have {characters} characters; at most {self._limits.characters} are allowed")
         if len(self.nodes) - 1 + self._in_flight >= self._limits.nodes:
             raise SessionError(413, f"the session has its {self._limits.nodes} turns; open another")
-        made = (
-            self._renderer.later(self._last(node), appended, tools, attachment.head.template_kwargs, force_call)
-            if node.parent is not None
-            else self._renderer.first(appended, tools, attachment.head.template_kwargs, force_call)
-        )
+        head = attachment.head
+        if node.parent is None:
+            made = self._renderer.first(appended, head.tools, head.template_kwargs, force_call)
+        else:
+            made = self._renderer.later(int(node.sampled[-1]), appended, head.tools, head.template_kwargs, force_call)
         if self.num_tokens + len(made.tokens) > self._limits.tokens:
             raise SessionError(413, f"the session would have more than its {self._limits.tokens} tokens; open another")
         before = attachment.path.ids(node) if attachment.path is not None else self._ids(node)
         tokens = np.concatenate((before, made.tokens))
-        return Prepared(attachment, messages[node.num_messages :], made.tokens, tokens, made.opening, made.thinking)
+        spelling = copy.deepcopy(messages[node.num_messages :])  # the client may write to its own while it waits
+        return Prepared(attachment, spelling, made.tokens, tokens, made.opening, made.thinking)
 
     @contextmanager
     def attempt(self, node: Node) -> Iterator[int]:
@@ -327,7 +329,8 @@ class SessionTree:
             parent.num_messages + len(attachment.appended) + 1,
             parent.num_tokens + added,
         )
-        self._remember(node, attachment, copy.deepcopy([*prepared.spelling, message]))
+        self._remember(node, attachment, [*prepared.spelling, copy.deepcopy(message)])
+        self._heads.setdefault(attachment.head.digest, attachment.head)
         self.nodes.append(node)
         parent.children.append(node)
         self.num_tokens += added
@@ -362,16 +365,12 @@ class SessionTree:
     def _ids(self, node: Node) -> np.ndarray:
         return np.concatenate([_NO_TOKENS, *(part for turn in node.branch() for part in (turn.prompt, turn.sampled))])
 
-    def _last(self, node: Node) -> int:
-        return int(node.sampled[-1])
-
-
-def _head(tools: Any, template_kwargs: dict[str, Any] | None) -> Head:
-    msgs.check_tools(tools)
-    if template_kwargs is not None and not isinstance(template_kwargs, dict):
-        raise SessionError(400, f"chat_template_kwargs must be an object, got {type(template_kwargs).__name__}")
-    kwargs = template_kwargs or {}
-    try:
-        return Head(tools, kwargs, msgs.chain(b"", [tools or None, kwargs]))
-    except (TypeError, ValueError) as error:
-        raise SessionError(400, f"tools and chat_template_kwargs must be JSON: {error}") from error
+    def _head(self, tools: Any, template_kwargs: dict[str, Any] | None) -> Head:
+        msgs.check_tools(tools)
+        if template_kwargs is not None and not isinstance(template_kwargs, dict):
+            raise SessionError(400, f"chat_template_kwargs must be an object, got {type(template_kwargs).__name__}")
+        try:
+            digest = msgs.chain(b"", [tools or None, template_kwargs or {}])
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SessionError(400, f"tools and chat_template_kwargs must be JSON: {error}") from error
+        return self._heads.get(digest) or Head(copy.deepcopy(tools or None), copy.deepcopy(template_kwargs or {}), digest)
