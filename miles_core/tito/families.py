@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from miles_core.tito.errors import SessionError
 from miles_core.tito.messages import Message
 
-Probe = Callable[[list[Message], bool], str]  # messages, add_generation_prompt -> text; what the template at hand writes
+Probe = Callable[[list[Message]], str]  # what the template at hand writes; "" if it refuses
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -83,8 +83,8 @@ class ChatML(Family):
     tool_user: bool = True
 
     def adapt(self, probe: Probe) -> Family:
-        plain = f"{IM_START}tool\n" in probe(_TOOL_TURN, False)
-        return ChatML(self.name, self.ends, self.marks, self.markup, self.call, tool_user=not plain)
+        plain = f"{IM_START}tool\n" in probe(_TOOL_TURN)
+        return replace(self, tool_user=not plain)
 
     def later(self, last: str, messages: list[Message], generation: str, nothink: bool) -> str:
         text = "\n" if last == IM_END else IM_END + "\n"
@@ -110,7 +110,7 @@ class Llama3(Family):
     quoted: bool = True
 
     def adapt(self, probe: Probe) -> Family:
-        return Llama3(self.name, self.ends, self.marks, self.markup, self.call, quoted='"RESULT"' in probe(_TOOL_TURN, False))
+        return replace(self, quoted='"RESULT"' in probe(_TOOL_TURN))
 
     def later(self, last: str, messages: list[Message], generation: str, nothink: bool) -> str:
         turns = [f"<|start_header_id|>{self._role(message)}<|end_header_id|>\n\n{self._body(message)}<|eot_id|>" for message in messages]
@@ -121,7 +121,7 @@ class Llama3(Family):
 
     def _body(self, message: Message) -> str:
         if message["role"] == "tool":
-            return _json([message["content"]])[1:-1] if self.quoted else message["content"]
+            return json.dumps(message["content"], ensure_ascii=False) if self.quoted else message["content"]
         calls = message.get("tool_calls", ())
         if len(calls) > 1:
             raise SessionError(400, "this model's chat format has one tool call a turn")
@@ -167,10 +167,10 @@ class GLM45(Family):
     unthought: str = "<think></think>"
 
     def adapt(self, probe: Probe) -> Family:
-        text = probe([{"role": "user", "content": "q"}, {"role": "assistant", "content": "SAID"}, {"role": "user", "content": "q"}], False)
+        text = probe([{"role": "user", "content": "q"}, {"role": "assistant", "content": "SAID"}, {"role": "user", "content": "q"}])
         newline = "\n" if "<|user|>\n" in text else ""
-        unthought = text[text.index("<|assistant|>") + len("<|assistant|>") : text.index("SAID")].strip("\n")
-        return GLM45(self.name, self.ends, self.marks, self.markup, self.call, newline, unthought)
+        unthought = text.partition("<|assistant|>")[2].partition("SAID")[0].strip("\n")
+        return replace(self, newline=newline, unthought=unthought, call=newline + "<tool_call>")
 
     def later(self, last: str, messages: list[Message], generation: str, nothink: bool) -> str:
         text, n = "", self.newline
@@ -179,7 +179,9 @@ class GLM45(Family):
                 text += "<|observation|>" + "".join(f"{n}<tool_response>{n}{message['content']}{n}</tool_response>" for message in run)
             for message in () if is_tool else run:
                 slow = message["role"] == "user" and nothink and not message["content"].endswith("/nothink")
-                body = self._body(message) if message["role"] == "assistant" else n + message["content"] + ("/nothink" if slow and n else "")
+                body = (
+                    self._body(message) if message["role"] == "assistant" else n + message["content"] + ("/nothink" if slow and n else "")
+                )
                 text += f"<|{message['role']}|>" + body
         # The answer may have ended with the header that is due now.
         return (text.removeprefix(last) if last in ("<|user|>", "<|observation|>", "<|system|>") else text) + generation
@@ -217,7 +219,7 @@ FAMILIES: dict[str, Family] = {
             ("<think>", "</think>", *_DEEPSEEK_CALLS[:5]),
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         ),
-        GLM45("glm-4.5", ("<|user|>", "<|observation|>", "<|endoftext|>"), _GLM_MARKS, _GLM_CALLS, "\n<tool_call>"),
+        GLM45("glm-4.5", ("<|user|>", "<|observation|>", "<|endoftext|>"), _GLM_MARKS, _GLM_CALLS),
     )
 }
 DEFAULT = "default"

@@ -261,7 +261,9 @@ class SessionTree:
         if not appended or appended[-1]["role"] == "assistant":
             raise SessionError(400, "there is nothing to answer: the last message must not be the assistant's")
         if not node.extendable:
-            raise SessionError(409, "the last turn was cut by length and cannot be extended; go on from an earlier one", "turn_cut_by_length")
+            raise SessionError(
+                409, "the last turn was cut by length and cannot be extended; go on from an earlier one", "turn_cut_by_length"
+            )
         msgs.check_tool_results(appended, node.messages[-1] if node.messages else None)
         characters = sum(len(message["content"]) for message in appended)
         if characters > self._limits.characters:
