@@ -53,15 +53,16 @@ class Encoder:
         self.special = frozenset(i for i, token in added if token.special)
         # Tags such as <think> or <｜User｜> steer a model although their tokens are not always declared special; runs of spaces do not.
         self.control = {token.content: i for i, token in added if token.special or re.fullmatch(r"<\S+>|\[\S+\]", token.content)}
+        self._patterns: dict[tuple[str, ...], re.Pattern[str]] = {}
         ab = [i for letter in "ab" for i in self._ids(letter)]
         self._splits = tokenizer.decode(ab) == "ab"  # a tokenizer that begins every text with a space changes text that is split
 
     def guard(self, value: Any, mark: str, allowed: tuple[str, ...] = ()) -> Any:
-        """`value` (JSON), its control tokens but the `allowed` ones split by `mark`, in all strings. Itself if there are none."""
-        spelt = [re.escape(token) for token in self.control if len(token) > 1 and token not in allowed]
-        if not spelt:
-            return value
-        pattern = re.compile(f"(?=(?:{'|'.join(spelt)}))(.)", re.DOTALL)
+        """`value` (JSON), its control tokens but the `allowed` ones split by `mark`, in all strings."""
+        if allowed not in self._patterns:
+            spelt = "|".join(re.escape(token) for token in self.control if len(token) > 1 and token not in allowed)
+            self._patterns[allowed] = re.compile(f"(?={spelt})(.)" if spelt else "(?!)", re.DOTALL)
+        pattern = self._patterns[allowed]
         return _map_strings(value, lambda text: pattern.sub(rf"\1{mark}", text))
 
     def encode(self, text: str, mark: str) -> np.ndarray:
@@ -139,7 +140,6 @@ class Renderer:
         if self.name == DEFAULT:
             text = self._difference(last, messages, tools, template_kwargs)
         else:
-            # By the template first: what it refuses (a kwarg, a role) is refused here, too.
             generation = self._generation_prompt(template_kwargs)
             nothink = template_kwargs.get("enable_thinking") is False
             text = self.family.later(self.encoder.decode([last]), messages, generation, nothink)
@@ -149,6 +149,22 @@ class Renderer:
         """The text of sampled tokens, without the token that ends the turn."""
         ids = tokens_M.tolist()
         return self.encoder.decode(ids[:-1] if ids and ids[-1] in self.ends else ids)
+
+    def sampled(self, messages: list[Message], tools: Any, template_kwargs: dict[str, Any]) -> np.ndarray:
+        """The tokens of the last message, the assistant's, as if a model had spelt it as the template does: int32 [M]. For proofs."""
+        mark, messages, tools = self._guarded(messages, tools)
+        before = self._template(messages[:-1], tools, template_kwargs, True)
+        text = self._template(messages, tools, template_kwargs, False)
+        text = text[len(before) :] if text.startswith(before) else messages[-1]["content"]
+        ends = [end for i in self.ends if (end := self.encoder.decode([i])) in text]
+        if ends:
+            stop = max(text.rindex(end) + len(end) for end in ends)
+            return self.encoder.encode(text[:stop], mark)
+        return self.encoder.encode(text + (self.family.ends[0] if self.family.ends else self.tokenizer.eos_token or ""), mark)
+
+    def generation_ids(self) -> np.ndarray:
+        """What opens an answer, int32 [P]."""
+        return self.encoder.encode(self._generation_prompt({}), _MARKS[0])
 
     def whole(self, messages: list[Message], tools: Any, template_kwargs: dict[str, Any], generate: bool) -> np.ndarray:
         """A whole conversation by the template, int32 [P]: what a client that keeps no tokens would send."""
