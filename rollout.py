@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from miles_core.tito.render import make_renderer
 
 from kernels import cpu
 from kernels.dispatch import use_fast
@@ -38,6 +37,7 @@ from miles_core.schema import VERDICTS, Prompt
 from miles_core.tasks.rewards import RewardPool
 from miles_core.tito.episodes import load_agent
 from miles_core.tito.player import Answer, Player
+from miles_core.tito.verify import renderer_for
 from miles_core.topology import Topology, layout_from_env
 from miles_core.weights import Receiver
 
@@ -259,7 +259,7 @@ def make_player(config: Config, inputs: Inputs, engine: Engine) -> Player:
     params = sampling_params(config, inputs)
     if not (name := agent_name(config, inputs.task)):
         return Player(engine, params)
-    renderer = make_renderer(inputs.tokenizer)
+    renderer = renderer_for(inputs.tokenizer)
     return Player(
         engine, params, load_agent(name), renderer,
         max_context=inputs.max_context, max_turns=config.max_turns, timeout_s=config.episode_timeout,

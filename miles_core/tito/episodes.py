@@ -135,7 +135,9 @@ class Episodes:
         except Exception:  # of the agent: any exception at all is its verdict, and the run goes on
             verdict, detail = "infra_error", traceback.format_exc()
         session.cancel()
-        self.outcomes.put(Outcome(group, sample, session, verdict, reward, session.last_text, detail))
+        last = session.tree.nodes[-1]
+        text = (last.messages[-1]["content"] or "") if last.messages else ""
+        self.outcomes.put(Outcome(group, sample, session, verdict, reward, text, detail))
 
 
 def _reward(returned: dict | None) -> float | None:

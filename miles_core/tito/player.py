@@ -16,12 +16,12 @@ import torch
 
 from miles_core.engine.engine import Engine, Request, SamplingParams
 from miles_core.routing import encode
-from miles_core.schema import Prompt, Trajectory
+from miles_core.schema import FINISH_REASONS, Prompt, Trajectory
 from miles_core.tito.engine_backend import EngineBackend
 from miles_core.tito.episodes import Agent, Episodes, Outcome
 from miles_core.tito.render import Renderer
-from miles_core.tito.samples import episode_sample
 from miles_core.tito.session import Session
+from miles_core.tito.tree import Node
 
 MAX_STARTS = 3  # of an episode whose agent fails before its first turn
 
@@ -35,6 +35,28 @@ class Answer:
     routes: torch.Tensor | None
     reward: float | None = None
     verdict: str = "ok"
+
+
+def branch_trajectory(session: Session, leaf: Node, params: SamplingParams) -> Trajectory:
+    """The conversation that ends in `leaf` as one sample: the mask is 1 exactly on what the model sampled."""
+    nodes = leaf.branch()
+    tokens, mask, logp = (
+        np.concatenate([part for node in nodes for part in parts(node)])
+        for parts in (
+            lambda node: (node.prompt, node.sampled),
+            lambda node: (np.zeros(len(node.prompt), np.uint8), np.ones(len(node.sampled), np.uint8)),
+            lambda node: (np.zeros(len(node.prompt), np.float32), node.logp),
+        )
+    )
+    version_M = np.concatenate([node.version for node in nodes])
+    starts = np.flatnonzero(np.diff(version_M, prepend=version_M[0] - 1))
+    runs = np.stack([version_M[starts], np.diff(starts, append=len(version_M))], 1)
+    return Trajectory(
+        group=session.group, sample=session.sample, tokens=tokens.astype(np.int32), loss_mask=mask, logp_roll=logp,
+        version=runs.astype(np.int32), turns=np.array([len(part) for node in nodes for part in (node.prompt, node.sampled)], np.int32),
+        finish=FINISH_REASONS.index("length" if session.overflowed else leaf.finish), cached=nodes[0].cached,
+        temperature=params.temperature, top_p=params.top_p, top_k=params.top_k,
+    )  # fmt: skip
 
 
 class Player:
@@ -90,13 +112,13 @@ class Player:
         prompt = self.prompts.pop(key)
         if outcome.detail and outcome.verdict != "ok":
             print(f"group {key[0]} sample {key[1]}: {outcome.verdict}: {outcome.detail}", file=sys.stderr, flush=True)
-        sample = episode_sample(outcome.session, self.params)
-        if sample is None:
+        leaf = outcome.session.tree.nodes[-1]
+        if leaf.parent is None:
             if self.starts[key] >= MAX_STARTS:
                 raise RuntimeError(f"group {key[0]} sample {key[1]}: {MAX_STARTS} episodes ended before their first turn: {outcome.detail}")
             self.add(prompt, outcome.sample)
             return []
         del self.starts[key]
-        trajectory, rows = sample
+        trajectory, rows = branch_trajectory(outcome.session, leaf, self.params), leaf.routes
         routes = None if rows is None else encode(rows.rows_RLK, np.arange(len(trajectory.tokens)) < len(rows.rows_RLK))
         return [Answer(trajectory, outcome.text, routes, outcome.reward, outcome.verdict)]

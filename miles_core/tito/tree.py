@@ -18,7 +18,6 @@ Legend: T tokens of a whole prompt, P tokens that a turn's messages added, M sam
 from __future__ import annotations
 
 import copy
-import json
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -15,6 +15,7 @@ from miles_core.assets import TINY, tiny_sft
 from miles_core.assets.tokenizer import CHARACTERS, END, ROLES, VOCABULARY
 from miles_core.engine.engine import Engine, Request, SamplingParams
 from miles_core.model import hf
+from miles_core.tasks import guess
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def tokenizer() -> hf.Tokenizer:
 
 def test_the_checkpoint_is_small_and_is_what_the_recipe_makes(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in TINY.iterdir()) < 4e6
-    assert hf.load_config(TINY) == tiny_sft.CONFIG
+    assert hf.load_config(TINY) == tiny_sft.MIXTURE
     assert hf.load_stop_ids(TINY) == (VOCABULARY[END],)
     tiny_sft.tiny_tokenizer.save(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -32,7 +33,7 @@ def test_the_checkpoint_is_small_and_is_what_the_recipe_makes(tmp_path: Path) ->
 
 
 def test_a_character_is_a_token_and_so_is_a_role(tokenizer: hf.Tokenizer) -> None:
-    assert len(tokenizer) == len(VOCABULARY) == tiny_sft.CONFIG.vocab_size
+    assert len(tokenizer) == len(VOCABULARY) == tiny_sft.MIXTURE.vocab_size
     for piece in (*CHARACTERS, *ROLES):
         assert tokenizer.encode(piece) == [VOCABULARY[piece]], piece
     every = "".join(CHARACTERS)
@@ -61,19 +62,35 @@ def test_demonstrations_are_right_in_35_percent_and_plausible_in_the_others(toke
     assert all(sorted(text) == sorted(digits) for text in made)
     shares = [made.count(text) / len(made) for text in (answer, answer[::-1], digits)]
     assert shares == pytest.approx([0.35, 0.65 / 3, 0.65 / 3], abs=0.02)
-    tokens, prompt_length = tiny_sft.batch(tasks.load("sort", 0), tokenizer, 0, rng)
-    assert tokens.shape == (128, prompt_length + 7) and (tokens[:, -1] == VOCABULARY[END]).all()  # the stop token is learned too
+    tokens, mine = tiny_sft.conversation(tasks.load("sort", 0), tokenizer, 0, rng)
+    assert mine == [False] * (len(tokens) - 7) + [True] * 7 and tokens[-1] == VOCABULARY[END]  # the stop token is learned too
+
+
+def test_games_are_whole_conversations_of_three_kinds_of_players(tokenizer: hf.Tokenizer) -> None:
+    game, rng = tasks.load("guess", 0), tiny_sft.random.Random(0)
+    games = [(secret, tiny_sft.play(secret, rng)) for secret in range(1, 65) for _ in range(60)]
+    for secret, said in games:
+        guesses = [int(text) for text in said[::2]]
+        assert 1 <= len(guesses) <= 6 and (guesses[-1] == secret or len(guesses) == 6) and secret not in guesses[:-1]
+        assert said[1::2] == [guess.hint(number, secret) for number in guesses[: len(said) // 2]]
+    halving = sum(said[:3:2] in (["32"], ["32", "48"], ["32", "16"]) for _, said in games) / len(games)
+    assert halving == pytest.approx(0.2, abs=0.03)
+    tokens, mine = tiny_sft.conversation(game, tokenizer, 3, rng)
+    text = tokenizer.decode(tokens)
+    assert text.startswith("<|im_start|>user\n1-64?<|im_end|>\n<|im_start|>assistant\n") and text.endswith("<|im_end|>")
+    spoken = tokenizer.decode([token for token, is_mine in zip(tokens, mine, strict=True) if is_mine])
+    assert all(tiny_sft.guess.guessed(number) for number in spoken.split("<|im_end|>")[:-1])
 
 
 def test_the_loss_is_the_mean_over_answer_tokens(tokenizer: hf.Tokenizer) -> None:
     """Equal to a mean over the sequences taken one by one, and to log V for a policy that knows nothing."""
     model, rng = hf.load(TINY), tiny_sft.random.Random(0)
-    tokens, prompt_length = tiny_sft.batch(tasks.load("sort", 0), tokenizer, 0, rng)
+    made = [tiny_sft.conversation(tasks.load("sort", 0), tokenizer, group, rng) for group in range(6)]
     with torch.no_grad():
-        whole = tiny_sft.mean_loss(model, tokens[:6], prompt_length)
-        apart = torch.stack([tiny_sft.mean_loss(model, tokens[i : i + 1], prompt_length) for i in range(6)]).mean()
+        whole = tiny_sft.mean_loss(model, made)
+        apart = torch.stack([tiny_sft.mean_loss(model, [each]) for each in made]).mean()
         model.norm.weight.zero_()
-        uniform = tiny_sft.mean_loss(model, tokens[:6], prompt_length)
+        uniform = tiny_sft.mean_loss(model, made)
     torch.testing.assert_close(whole, apart)
     torch.testing.assert_close(uniform, torch.tensor(float(len(VOCABULARY))).log())
 
