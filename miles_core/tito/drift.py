@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from miles_core.tito.render import Renderer
 
 HARD = ("special_count", "special_type", "other_text")  # must be 0
-SOFT = ("assistant_text", "retokenised")  # reported
+SOFT = ("assistant_text", "retokenised", "refused")  # reported
 _CONTEXT = 40  # characters shown around a difference
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Numbers of differences. `special_count`: marks too many or too few (then nothing else is counted). `special_type`: marks that are others.
-    `other_text`, `assistant_text`: segments with another text. `retokenised`: segments of the same text in other tokens.
+    """Numbers of differences. `special_count`: marks too many or too few (then nothing else is counted). `special_type`: marks that are
+    others. `other_text`: segments between them that differ. `assistant_text`: segments of the assistant with another text; `retokenised`: with
+    the same text in other tokens, which a session that kept text would have lost. `refused`: 1 if the template does not take the messages.
     `first`: the first difference, for people; a hard one if there is one.
     """
 
@@ -33,6 +34,7 @@ class Drift:
     other_text: int = 0
     assistant_text: int = 0
     retokenised: int = 0
+    refused: int = 0
     first: str = ""
 
     @property
@@ -62,7 +64,8 @@ def measure(renderer: Renderer, kept_T: np.ndarray, sampled_T: np.ndarray, fresh
         if not np.array_equal(kept_T[a], fresh_T[b]):
             said, says = renderer.encoder.decode(kept_T[a]), renderer.encoder.decode(fresh_T[b])
             opened = np.array_equal(kept_T[max(a.start - len(header), 0) : a.start], header) and said.startswith(text)
-            kinds.append("retokenised" if said == says else "assistant_text" if opened or sampled_T[a].any() else "other_text")
+            assistants = opened or bool(sampled_T[a].any())
+            kinds.append("other_text" if not assistants else "retokenised" if said == says else "assistant_text")
         for kind in kinds:
             counts[kind] += 1
             first.setdefault(kind, _show(renderer, kept_T, fresh_T, a, b))

@@ -121,6 +121,8 @@ class Renderer:
         self.parser = "qwen3-coder" if "<function=" in template and "<tool_call>" in template else family
         self._text_arguments = self._wants_text_arguments()
         self.family: Family = FAMILIES[family].adapt(self._probe) if family != DEFAULT else Family(DEFAULT, (), ())
+        if self.family.ends and self.family.ends[0] not in self.encoder.control:
+            raise ValueError(f"--family {family} ends answers with {self.family.ends[0]}, which this tokenizer does not have")
         named = (self.encoder.control[end] for end in self.family.ends if end in self.encoder.control)
         self.ends = frozenset((*named, *ends, *((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())))
         # Tokens that build the conversation; see drift.py.

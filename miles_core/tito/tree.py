@@ -83,7 +83,8 @@ class Node:
     parent: Node | None
     messages: tuple[Message, ...]
     head: Head | None
-    digest: bytes  # of the whole history, this turn's answer included
+    asked: bytes  # digest of the history up to the request; answers to one request have it in common
+    digest: bytes  # ... and with this turn's answer
     prompt: np.ndarray
     sampled: np.ndarray
     logp: np.ndarray
@@ -203,7 +204,7 @@ class SessionTree:
     def __init__(self, renderer: RendererLike, limits: Limits, matcher: str | Matcher = "strict") -> None:
         self._renderer, self._limits, self._matcher = renderer, limits, msgs.matcher_of(matcher)
         nothing = np.zeros(0, np.float32)
-        root = Node(0, None, (), None, b"", _NO_TOKENS, _NO_TOKENS, nothing, _NO_TOKENS, "stop", 0, None, 0, None, 0, 0, 0)
+        root = Node(0, None, (), None, b"", b"", _NO_TOKENS, _NO_TOKENS, nothing, _NO_TOKENS, "stop", 0, None, 0, None, 0, 0, 0)
         self.nodes = [root]
         self.num_tokens = 0  # of all nodes
         self._by_digest: dict[bytes, Node] = {}
@@ -318,6 +319,7 @@ class SessionTree:
             parent,
             (*attachment.appended, said),
             attachment.head,
+            attachment.digests[-1],
             digest,
             prepared.prompt,
             *arrays,
