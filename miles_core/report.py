@@ -38,7 +38,7 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Metric]
     ok = VERDICTS.index("ok")
     rewards = np.array([t.reward for t in samples if t.verdict == ok], np.float64)
     lengths = np.array([int(t.loss_mask.sum()) for t in samples])
-    prompt_tokens = sum(int(t.turns[0]) for t in samples)
+    prompt_tokens = sum(int(np.cumsum(t.turns)[0::2].sum()) for t in samples)  # of every turn: all that stands before its answer
     by_group = [[t.reward for t in group if t.verdict == ok] for group in groups]
     spread = [float(np.std(rewards)) for rewards in by_group if len(rewards) > 1]
     metrics: dict[str, Metric] = {

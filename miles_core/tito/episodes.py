@@ -7,9 +7,11 @@
 
     episodes = Episodes(run, make_session, params, max_turns=8, timeout_s=60)
     episodes.start(group, sample, messages, metadata)
-    for outcome in episodes.poll(): ...                          # never waits
+    for outcome in episodes.poll(): ...                          # lets every agent go on as far as it can; never waits
 
-Agents run on an event loop in a thread of its own, the engine stays with the thread that steps it. Every episode ends with a verdict:
+Agents run on an event loop in the thread that steps the engine, a little between two steps: in a thread of their own they would fight with
+the engine for the interpreter at each of its ops, which made a step of a small model twenty times slower. So an agent must not block: it
+awaits, and hands what takes time to `asyncio.to_thread` or to another process. Every episode ends with a verdict:
 `ok`; `timeout` when it takes longer than it may; `infra_error` when the agent raises. An agent that asks for more turns than there are, or
 whose conversation outgrows the context, has ended; what it returns, or the task's reward, counts.
 """
@@ -20,9 +22,7 @@ import asyncio
 import dataclasses
 import importlib
 import math
-import queue
 import sys
-import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from miles_core.engine.sequence import SamplingParams
 from miles_core.tito.errors import SessionError
 from miles_core.tito.session import Reply, Session
 
+ROUNDS = 8  # of the event loop at a time: from the end of a turn to the request for the next one, with some to spare
 Agent = Callable[["AgentSession", list[dict], Any], Awaitable[dict | None]]
 MakeSession = Callable[[int, int], Session]  # (group, sample) -> a new session
 
@@ -94,32 +95,28 @@ class Episodes:
 
     def __init__(self, agent: Agent, make_session: MakeSession, params: SamplingParams, *, max_turns: int, timeout_s: float):
         self.agent, self.make_session, self.params, self.max_turns, self.timeout_s = agent, make_session, params, max_turns, timeout_s
-        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self.num_running = 0
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="episodes", daemon=True)
-        self.thread.start()
+        self.tasks: set[asyncio.Task] = set()
+        self.outcomes: list[Outcome] = []
 
     def start(self, group: int, sample: int, messages: list[dict], metadata: Any) -> None:
-        self.num_running += 1
-        asyncio.run_coroutine_threadsafe(self._run(group, sample, messages, metadata), self.loop)
+        task = self.loop.create_task(self._run(group, sample, messages, metadata))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     def poll(self) -> list[Outcome]:
-        """The episodes that have ended since the last look."""
-        ended = []
-        while not self.outcomes.empty():
-            ended.append(self.outcomes.get())
-        self.num_running -= len(ended)
+        """Run what is ready on the loop. Returns the episodes that have ended since the last look."""
+        for _ in range(ROUNDS if self.tasks else 0):
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
+        ended, self.outcomes = self.outcomes, []
         return ended
 
     def close(self) -> None:
-        self.loop.call_soon_threadsafe(self._stop)
-        self.thread.join(5.0)
-
-    def _stop(self) -> None:
-        for task in asyncio.all_tasks(self.loop):
+        for task in self.tasks:
             task.cancel()
-        self.loop.call_soon(self.loop.stop)
+        self.loop.run_until_complete(asyncio.gather(*self.tasks, return_exceptions=True))
+        self.loop.close()
 
     async def _run(self, group: int, sample: int, messages: list[dict], metadata: Any) -> None:
         session = self.make_session(group, sample)
@@ -137,7 +134,7 @@ class Episodes:
         session.cancel()
         last = session.tree.nodes[-1]
         text = (last.messages[-1]["content"] or "") if last.messages else ""
-        self.outcomes.put(Outcome(group, sample, session, verdict, reward, text, detail))
+        self.outcomes.append(Outcome(group, sample, session, verdict, reward, text, detail))
 
 
 def _reward(returned: dict | None) -> float | None:

@@ -16,12 +16,13 @@ import torch
 
 from miles_core.engine.engine import Engine, Request, SamplingParams
 from miles_core.routing import encode
-from miles_core.schema import FINISH_REASONS, Prompt, Trajectory
+from miles_core.schema import Prompt, Trajectory
 from miles_core.tito.engine_backend import EngineBackend
 from miles_core.tito.episodes import Agent, Episodes, Outcome
 from miles_core.tito.render import Renderer
+from miles_core.tito.samples import collect, last_attempts
 from miles_core.tito.session import Session
-from miles_core.tito.tree import Node
+from miles_core.tito.tree import Node, SessionTree
 
 MAX_STARTS = 3  # of an episode whose agent fails before its first turn
 
@@ -37,26 +38,9 @@ class Answer:
     verdict: str = "ok"
 
 
-def branch_trajectory(session: Session, leaf: Node, params: SamplingParams) -> Trajectory:
-    """The conversation that ends in `leaf` as one sample: the mask is 1 exactly on what the model sampled."""
-    nodes = leaf.branch()
-    tokens, mask, logp = (
-        np.concatenate([part for node in nodes for part in parts(node)])
-        for parts in (
-            lambda node: (node.prompt, node.sampled),
-            lambda node: (np.zeros(len(node.prompt), np.uint8), np.ones(len(node.sampled), np.uint8)),
-            lambda node: (np.zeros(len(node.prompt), np.float32), node.logp),
-        )
-    )
-    version_M = np.concatenate([node.version for node in nodes])
-    starts = np.flatnonzero(np.diff(version_M, prepend=version_M[0] - 1))
-    runs = np.stack([version_M[starts], np.diff(starts, append=len(version_M))], 1)
-    return Trajectory(
-        group=session.group, sample=session.sample, tokens=tokens.astype(np.int32), loss_mask=mask, logp_roll=logp,
-        version=runs.astype(np.int32), turns=np.array([len(part) for node in nodes for part in (node.prompt, node.sampled)], np.int32),
-        finish=FINISH_REASONS.index("length" if session.overflowed else leaf.finish), cached=nodes[0].cached,
-        temperature=params.temperature, top_p=params.top_p, top_k=params.top_k,
-    )  # fmt: skip
+def last_leaf(tree: SessionTree) -> list[Node]:
+    """What an episode is trained on: its last branch, whose turns are all trained in it."""
+    return last_attempts(tree)[-1:]
 
 
 class Player:
@@ -87,13 +71,13 @@ class Player:
 
     def step(self) -> list[Answer]:
         """One step of the engine, if it has anything to do. Returns the answers that have ended."""
-        self.backend.pump()
         answers = []
+        for outcome in self.episodes.poll() if self.episodes is not None else ():
+            answers += self._end(outcome)
+        self.backend.pump()
         for completion in self.engine.step():
             if not self.backend.finish(completion):
                 answers.append(Answer(completion.trajectory, completion.text, completion.routes))
-        for outcome in self.episodes.poll() if self.episodes is not None else ():
-            answers += self._end(outcome)
         return answers
 
     def close(self) -> None:
@@ -112,13 +96,13 @@ class Player:
         prompt = self.prompts.pop(key)
         if outcome.detail and outcome.verdict != "ok":
             print(f"group {key[0]} sample {key[1]}: {outcome.verdict}: {outcome.detail}", file=sys.stderr, flush=True)
-        leaf = outcome.session.tree.nodes[-1]
-        if leaf.parent is None:
+        samples = collect(outcome.session, last_leaf)
+        if not samples:
             if self.starts[key] >= MAX_STARTS:
                 raise RuntimeError(f"group {key[0]} sample {key[1]}: {MAX_STARTS} episodes ended before their first turn: {outcome.detail}")
             self.add(prompt, outcome.sample)
             return []
         del self.starts[key]
-        trajectory, rows = branch_trajectory(outcome.session, leaf, self.params), leaf.routes
+        trajectory, rows = samples[-1].trajectory, samples[-1].routes
         routes = None if rows is None else encode(rows.rows_RLK, np.arange(len(trajectory.tokens)) < len(rows.rows_RLK))
         return [Answer(trajectory, outcome.text, routes, outcome.reward, outcome.verdict)]
