@@ -30,7 +30,7 @@ from miles_core.model.moe import MoEConfig
 from miles_core.model.transformer import ModelConfig, Transformer
 from miles_core.tasks import Task, encode, guess, load
 
-STEPS, DEMONSTRATIONS, SHARE_RIGHT = {"sort": 240, "guess": 160}, {"sort": 128, "guess": 64}, 0.35
+STEPS, DEMONSTRATIONS, SHARE_RIGHT = {"sort": 240, "guess": 160}, {"sort": 128, "guess": 128}, 0.35
 PEAK_LR, WARMUP_STEPS, FINAL_LR = 2e-3, 20, 0.1  # FINAL_LR: fraction of the peak that a cosine ends at
 DENSE = ModelConfig(
     family="qwen3",

@@ -113,9 +113,11 @@ class Episodes:
         return ended
 
     def close(self) -> None:
-        for task in self.tasks:
+        tasks = tuple(self.tasks)
+        for task in tasks:
             task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*self.tasks, return_exceptions=True))
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks))
         self.loop.close()
 
     async def _run(self, group: int, sample: int, messages: list[dict], metadata: Any) -> None:
