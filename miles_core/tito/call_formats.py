@@ -1,8 +1,9 @@
 """How model families write tool calls: one row of FORMATS each.
 
-A parser gets the raw text from the first tag to the last and returns the calls in it, [] if it is not exactly of the form, or None if the last
-tag stands inside a string of an unfinished JSON text. Nothing is repaired: doubled keys, unknown keys, NaN and trailing commas are no calls.
-Sources of the forms: the chat templates and model cards of Qwen2.5, Qwen3, Qwen3-Coder, Llama 3.1 to 3.3, DeepSeek-V3 and V3.1, GLM-4.5 to 4.7.
+A parser gets the raw text from the first tag to the last and returns the calls in it, [] if it is not exactly of the form, or None if the
+last tag stands inside a string of an unfinished JSON text. Nothing is repaired: doubled keys, unknown keys, NaN and trailing commas make no
+call. Sources of the forms: the chat templates and model cards of Qwen2.5, Qwen3, Qwen3-Coder, Llama 3.1 to 3.3, DeepSeek-V3 and V3.1,
+GLM-4.5 to 4.7.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Format:
-    """`begin`, `end`: the tags; without an end a call lasts to the end of the turn. `bare`: content that begins so is tried as a call, too."""
+    """`begin`, `end`: the tags; without an end a call lasts to the end of the turn. `bare`: content that begins so is tried, too."""
 
     begin: str
     end: str

@@ -9,8 +9,8 @@
 
 Both are one machine, so that what was streamed adds up to what is kept, wherever the text was cut. The rules:
 
-- Nothing is lost and nothing is repaired: the `raw` of all deltas, one after the other, is the text. A call that is not exactly of its form is
-  content, tags included. So a call is announced when its last tag is there, and not before.
+- Nothing is lost and nothing is repaired: the `raw` of all deltas, one after the other, is the text. A call that is not exactly of its form
+  is content, tags included. So a call is announced when its last tag is there, and not before.
 - The arguments of a JSON call are the characters that the model wrote, not a new spelling of their value.
 - Reasoning is what stands between <think> and </think> at the start of the text, or from the start if the prompt ended in <think>.
 - White space next to a tag belongs to the tag, unless content goes on after it.
@@ -31,7 +31,7 @@ _CHUNK = 4096  # characters at a time: a text of thousands of calls then takes t
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of the answer: `text` of kind "content" or "reasoning", or a whole `call`. `raw`: the characters of the text that it stands for."""
+    """A piece of the answer: `text` of kind "content" or "reasoning", or a whole `call`. `raw`: the characters that it stands for."""
 
     kind: str  # content | reasoning | call | tag
     raw: str

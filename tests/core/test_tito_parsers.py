@@ -199,7 +199,7 @@ def random_text(family: str, dice: random.Random) -> str:
     ]
     parts = ["<think>"] if dice.random() < 0.2 else []
     for _ in range(dice.randint(1, 9)):
-        part = dice.choice(words if dice.random() < 0.7 else calls)
+        part = dice.choice(words if dice.random() < 0.6 else calls)
         hole = dice.randrange(len(part) + 1)
         parts.append(part[:hole] + part[hole + 1 :] if dice.random() < 0.1 else part)
     return "".join(parts)
@@ -222,7 +222,7 @@ def test_however_the_text_is_cut_the_deltas_add_up_to_the_same_message(family: s
             assert all(delta.raw.strip() in ("<think>", "</think>", "") for delta in deltas if delta.kind == "tag")
         for delta in deltas:
             seen[delta.kind] += 1
-    assert min(n for kind, n in seen.items() if (kind, family) != ("call", "none")) > 20, f"the texts do not try everything: {seen}"
+    assert min(n for kind, n in seen.items() if (kind, family) != ("call", "none")) > 10, f"the texts do not try everything: {seen}"
 
 
 def test_what_is_certain_is_not_held_back() -> None:
