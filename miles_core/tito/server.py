@@ -11,9 +11,9 @@
     DELETE /sessions/{id}
     GET    /health, /metrics                     for people and Prometheus
 
-Errors are {"error": {"message", "type", "code", "param"}} with the status of a SessionError. A refused request leaves its session as it was.
-With a token, everything but /health wants it as a bearer. Without, only names of this machine are answered to: else a web page that points a
-name of its own at the loopback address could use the endpoint (DNS rebinding).
+Errors are {"error": {"message", "type", "code", "param"}} with the status of a SessionError. A refused request changes nothing.
+With a token, everything but /health wants it as a bearer. Without, only names of this machine are answered to: else a web page that
+points a name of its own at the loopback address could use the endpoint (DNS rebinding).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sessions of one rank: opened, found, ended, forgotten. Used from one event loop.
 
-An episode has an end whatever its harness does: it is finished with a reward, or deleted, or its session expires when nobody has used it for
-`idle_s` seconds. Either way `on_end` is called once, with a session that has a verdict.
+An episode has an end whatever its harness does: it is finished with a reward, or deleted, or its session expires when nobody has used it
+for `idle_s` seconds. Either way `on_end` is called once, with a session that has a verdict.
 """
 
 from __future__ import annotations

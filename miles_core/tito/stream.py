@@ -1,7 +1,7 @@
 """A turn as a client sees it while it is made: token by token, in the chunks of the OpenAI chat API.
 
-What is streamed is a beginning of what the session will keep: text is sent when no later token can change it. The rest (calls, and text that
-was held back) comes from the committed message, so that a client never sees a call that the session does not have.
+What is streamed is a beginning of what the session will keep: text is sent when no later token can change it. The rest (calls, and text
+that was held back) comes from the committed message, so that a client never sees a call that the session does not have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TEXTS = ("content", "reasoning_content")
 
 
 class TurnText:
-    """The text of a turn whose tokens arrive one by one. `opening`: text that the prompt begins for it. `stops`: it ends before the first."""
+    """The text of a turn whose tokens arrive one by one. `opening`: text that its prompt begins for it. `stops`: it ends before one."""
 
     def __init__(self, decode: Callable[[np.ndarray], str], parser: StreamParser, stops: Sequence[str], opening: str = "") -> None:
         self._decode, self._parser, self._stops = decode, parser, stops
