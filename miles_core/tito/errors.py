@@ -1,0 +1,14 @@
+"""The one exception that a session raises at a client."""
+
+from __future__ import annotations
+
+
+class SessionError(Exception):
+    """A request that is refused; the session is as it was. `status`: the HTTP status that says so (400, 404, 409, 413).
+
+    `code`: a word for programs, as in the OpenAI API ("context_length_exceeded", ...).
+    """
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
