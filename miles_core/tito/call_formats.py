@@ -196,8 +196,7 @@ def _typed(text: str, types: list[Any]) -> Any:
 
 _HERMES = Format("<tool_call>", "</tool_call>", _hermes)
 # By family of rendering (render.py); a family of its own only where calls are written in another way.
-FORMATS: dict[str, Format | None] = {
-    "none": None,  # calls are content
+FORMATS = {
     "default": _HERMES,
     "chatml": _HERMES,
     "qwen3": _HERMES,

@@ -85,17 +85,17 @@ class _Channel:
 
 
 class StreamParser:
-    """`family` names the form of calls: see call_formats.FORMATS. With "none", all calls are content. ValueError for another name.
+    """`family` names the form of calls: see call_formats.FORMATS. ValueError for another name.
 
     tools: the request's tools in OpenAI form; where a form does not spell types (XML), the schema says which values are strings.
-    thinking: the prompt ended in <think>.
+    calls: False takes calls for content (no tools were offered, or tool_choice is "none"). thinking: the prompt ended in <think>.
     prefix: what the ids of the calls begin with; an id must not come back in a session.
     """
 
-    def __init__(self, family: str, *, tools: Tools = None, thinking: bool = False, prefix: str = "call_") -> None:
+    def __init__(self, family: str, *, tools: Tools = None, calls: bool = True, thinking: bool = False, prefix: str = "call_") -> None:
         if family not in FORMATS:
             raise ValueError(f"tool-call family {family!r} is unknown; supported: {', '.join(FORMATS)}")
-        self._format = FORMATS[family]
+        self._format = FORMATS[family] if calls else None
         self._tools, self._prefix = tools, prefix
         self._buffer = ""
         self._num_calls = 0
@@ -210,9 +210,11 @@ class StreamParser:
         return next((n for n in range(min(len(tag) - 1, len(self._buffer)), 0, -1) if tag.startswith(self._buffer[-n:])), 0)
 
 
-def parse_assistant(text: str, family: str, *, tools: Tools = None, thinking: bool = False, prefix: str = "call_") -> dict[str, Any]:
+def parse_assistant(
+    text: str, family: str, *, tools: Tools = None, calls: bool = True, thinking: bool = False, prefix: str = "call_"
+) -> dict[str, Any]:
     """{"content": str | None, "reasoning_content": str | None, "tool_calls": [...]} of a whole turn. Arguments as for StreamParser."""
-    parser = StreamParser(family, tools=tools, thinking=thinking, prefix=prefix)
+    parser = StreamParser(family, tools=tools, calls=calls, thinking=thinking, prefix=prefix)
     deltas = [delta for i in range(0, len(text), _CHUNK) for delta in parser.push(text[i : i + _CHUNK])]
     return fold(deltas + parser.close())
 

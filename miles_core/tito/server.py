@@ -38,14 +38,14 @@ from miles_core.tito.backend import Piece
 from miles_core.tito.chat_request import ChatRequest, read_chat, read_json
 from miles_core.tito.errors import SessionError
 from miles_core.tito.parsers import StreamParser
-from miles_core.tito.session import Reply, Session
+from miles_core.tito.session import Opening, Reply, Session
 from miles_core.tito.sessions import Sessions
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from miles_core.engine.sequence import SamplingParams
-    from miles_core.tito.tree import Node, Prepared
+    from miles_core.tito.tree import Node
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 IGNORED = "x-ignored-fields"  # header: fields of the request that had no effect
@@ -189,7 +189,7 @@ class _Answering:
             template_kwargs=wanted.template_kwargs,
             top_logprobs=wanted.top_logprobs,
             seed=wanted.seed,
-            on_start=self._begin if wanted.stream else None,
+            on_opening=self._begin if wanted.stream else None,
             on_piece=self._pass_on if wanted.stream else None,
         )
         self._api.sessions.count_turn(reply)
@@ -237,11 +237,9 @@ class _Answering:
             await put(self._answer.usage_chunk(reply))
         await put(stream.DONE)
 
-    def _begin(self, prepared: Prepared) -> None:
-        wanted, renderer = self._wanted, self._session.renderer
-        family = "none" if wanted.tool_choice == "none" else renderer.parser
-        parser = StreamParser(family, tools=wanted.tools, thinking=prepared.thinking)
-        self._text = stream.TurnText(renderer.answer, parser, wanted.params.stop_strings, prepared.opening)
+    def _begin(self, opening: Opening) -> None:
+        parser = StreamParser(opening.family, tools=self._wanted.tools, calls=opening.calls, thinking=opening.thinking)
+        self._text = stream.TurnText(self._session.renderer.answer, parser, self._wanted.params.stop_strings, opening.text)
 
     async def _pass_on(self, piece: Piece) -> None:
         assert self._text is not None and self._put is not None
