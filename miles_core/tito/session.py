@@ -65,8 +65,8 @@ OnPiece = Callable[[Piece], Awaitable[None] | None]
 class Reply:
     """An answer.
 
-    `message`: the assistant's, in OpenAI form: role, content, and where there are any reasoning_content and tool_calls. Send it back as it is.
-    `finish`: "stop", "length" or "tool_calls". `usage`: prompt_tokens, completion_tokens, total_tokens, cached_tokens.
+    `message`: the assistant's, in OpenAI form: role, content, and where there are any reasoning_content and tool_calls. Send it back as it
+    is. `finish`: "stop", "length" or "tool_calls". `usage`: prompt_tokens, completion_tokens, total_tokens, cached_tokens.
     `pieces`: what was streamed, for log-probs.
     """
 
