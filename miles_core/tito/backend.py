@@ -24,7 +24,8 @@ class TurnRequest:
     """`tokens` int32 [T]: everything that comes before the turn, exactly as it is to be trained on.
 
     (group, sample, attempt) fix the sampling noise: attempt counts the branches of an episode, so that a retry is another sample.
-    `seed`, if given, takes their place. `routes`: what a mixture of experts has recorded of the first tokens (TurnResult.routes of earlier turns).
+    `seed`, if given, takes their place. `routes`: what a mixture of experts has recorded of the first tokens (TurnResult.routes of the turn
+    before).
     """
 
     tokens: np.ndarray
@@ -67,7 +68,7 @@ class Turn(Protocol):
     def __aiter__(self) -> AsyncIterator[Piece]: ...
 
     async def result(self) -> TurnResult:
-        """Raises asyncio.CancelledError after `cancel`, and ValueError for a request that the engine cannot take (its sentence says why)."""
+        """Raises asyncio.CancelledError after `cancel`, and ValueError for a request that the engine cannot take (it says why)."""
         ...
 
     def cancel(self) -> None:

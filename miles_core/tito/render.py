@@ -103,9 +103,9 @@ def _strings(value: Any) -> Iterator[str]:
 class Renderer:
     """A tokenizer with a chat template, and how its family goes on after a turn.
 
-    `family`: a name of families.FAMILIES, or "default": the difference of two renderings of a made-up conversation. `ends`: further ids that
-    end an answer. ValueError for a tokenizer without a template and for an unknown family. What it renders is right only where verify.py
-    has proven it: use `verify.renderer_for`.
+    `family`: a name of families.FAMILIES, or "default": the difference of two renderings of a made-up conversation. `ends`: further ids
+    that end an answer. ValueError for a tokenizer without a template and for an unknown family. What it renders is right only where
+    verify.py has proven it: use `verify.renderer_for`.
     """
 
     def __init__(self, tokenizer: Tokenizer, family: str = DEFAULT, ends: tuple[int, ...] = ()) -> None:
@@ -121,6 +121,8 @@ class Renderer:
         self.parser = "qwen3-coder" if "<function=" in template and "<tool_call>" in template else family
         self._text_arguments = self._wants_text_arguments()
         self.family: Family = FAMILIES[family].adapt(self._probe) if family != DEFAULT else Family(DEFAULT, (), ())
+        if self.family.ends and self.family.ends[0] not in self.encoder.control:
+            raise ValueError(f"--family {family} ends answers with {self.family.ends[0]}, which this tokenizer does not have")
         named = (self.encoder.control[end] for end in self.family.ends if end in self.encoder.control)
         self.ends = frozenset((*named, *ends, *((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())))
         # Tokens that build the conversation; see drift.py.
@@ -142,7 +144,8 @@ class Renderer:
         else:
             generation = self._generation_prompt(template_kwargs)
             nothink = template_kwargs.get("enable_thinking") is False
-            text = self.family.later(self.encoder.decode([last]), messages, generation, nothink)
+            ended = last in self.ends and not self.family.header_ends
+            text = self.family.later(self.family.ends[0] if ended else self.encoder.decode([last]), messages, generation, nothink)
         return self._rendered(text, mark, template_kwargs, force_call)
 
     def answer(self, tokens_M: np.ndarray) -> str:

@@ -66,8 +66,8 @@ OnPiece = Callable[[Piece], Awaitable[None] | None]
 class Reply:
     """An answer.
 
-    `message`: the assistant's, in OpenAI form: role, content, and where there are any reasoning_content and tool_calls. Send it back as it is.
-    `finish`: "stop", "length" or "tool_calls". `usage`: prompt_tokens, completion_tokens, total_tokens, cached_tokens.
+    `message`: the assistant's, in OpenAI form: role, content, and where there are any reasoning_content and tool_calls. Send it back as it
+    is. `finish`: "stop", "length" or "tool_calls". `usage`: prompt_tokens, completion_tokens, total_tokens, cached_tokens.
     `pieces`: what was streamed, for log-probs.
     """
 
@@ -100,7 +100,7 @@ class Session:
         self.group, self.sample, self.max_context = group, sample, min(max_context, backend.max_context)
         self.tree = SessionTree(renderer, limits or Limits(), matcher)
         self.last_used = time.monotonic()
-        self.overflowed = False  # a prompt of it had no room for an answer
+        self.overflowed: Node | None = None  # the turn after which there was no room for another
         self.reward: float | None = None
         self.verdict: str | None = None
         self._turns: set[Turn] = set()
@@ -145,7 +145,7 @@ class Session:
         prepared = self.tree.prepare(messages, tools, template_kwargs, force_call=tool_choice == "required")
         room = self.max_context - len(prepared.tokens)
         if room < 1:
-            self.overflowed = True
+            self.overflowed = prepared.node
             raise SessionError(
                 400, f"the conversation has {len(prepared.tokens)} tokens and the context is {self.max_context}", "context_length_exceeded"
             )

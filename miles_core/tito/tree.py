@@ -5,12 +5,12 @@
         result = ... generate from prepared.tokens ...
         node = tree.commit(prepared, result, message, attempt, params)
 
-Where a request attaches: every node has the digest of its whole history, message by message, and the tree finds nodes by digest. So a request
-goes to the deepest node whose messages it begins with, by whatever way its client came to them, and what it adds is a new branch there.
+Where a request attaches: every node has the digest of its whole history, message by message, and the tree finds nodes by digest. So a
+request goes to the deepest node whose messages it begins with, by whatever way its client came to them, and what it adds is a new branch.
 
-What a turn costs: the few branches used last are kept whole (`_Path`), as the client spelt them, next to their ids. A request that goes on with
-one of them is compared with it in one pass of equality of objects that exist already, and its ids are copied in one go; normalising, digests,
-rendering and tokenising are for new messages only. Everything is plain code without await: used from one event loop, a call is atomic.
+What a turn costs: the few branches used last are kept whole (`_Path`), as the client spelt them, next to their ids. A request that goes on
+with one of them is compared with it in one pass of equality of objects that exist already, and its ids are copied in one go; normalising,
+digests, rendering and tokenising are for new messages only. Everything is plain code without await: in one event loop, a call is atomic.
 
 Legend: T tokens of a whole prompt, P tokens that a turn's messages added, M sampled tokens.
 """
@@ -18,7 +18,6 @@ Legend: T tokens of a whole prompt, P tokens that a turn's messages added, M sam
 from __future__ import annotations
 
 import copy
-import json
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,13 +77,14 @@ class Head:
 
 @dataclass(eq=False)
 class Node:
-    """A turn: `messages` it added, the assistant's last; `prompt` int32 [P] they became, and what was sampled (see backend.TurnResult)."""
+    """A turn: `messages` it added, the assistant's last; `prompt` int32 [P] that they became; what was sampled (backend.TurnResult)."""
 
     number: int
     parent: Node | None
     messages: tuple[Message, ...]
     head: Head | None
-    digest: bytes  # of the whole history, this turn's answer included
+    asked: bytes  # digest of the history up to the request; answers to one request have it in common
+    digest: bytes  # ... and with this turn's answer
     prompt: np.ndarray
     sampled: np.ndarray
     logp: np.ndarray
@@ -142,7 +142,7 @@ class Prepared:
 
 
 class _Path:
-    """A branch from the root to `nodes[-1]`, whole. `spelling`: its messages as the client sent them last; `digests`: after each of them."""
+    """A branch from the root to `nodes[-1]`, whole. `spelling`: its messages as the client sent them last; `digests`: after each."""
 
     def __init__(self, head: Head, root: Node) -> None:
         self.head, self.nodes = head, [root]
@@ -204,7 +204,7 @@ class SessionTree:
     def __init__(self, renderer: RendererLike, limits: Limits, matcher: str | Matcher = "strict") -> None:
         self._renderer, self._limits, self._matcher = renderer, limits, msgs.matcher_of(matcher)
         nothing = np.zeros(0, np.float32)
-        root = Node(0, None, (), None, b"", _NO_TOKENS, _NO_TOKENS, nothing, _NO_TOKENS, "stop", 0, None, 0, None, 0, 0, 0)
+        root = Node(0, None, (), None, b"", b"", _NO_TOKENS, _NO_TOKENS, nothing, _NO_TOKENS, "stop", 0, None, 0, None, 0, 0, 0)
         self.nodes = [root]
         self.num_tokens = 0  # of all nodes
         self._by_digest: dict[bytes, Node] = {}
@@ -286,7 +286,7 @@ class SessionTree:
     def attempt(self, node: Node) -> Iterator[int]:
         """The number of the branch that a turn below `node` belongs to: the node's own, or if it has been taken, one that nobody has.
 
-        Turns with one attempt lie on one branch. A number whose turn was not committed is free again: asked again, the turn is sampled again.
+        Turns with one attempt lie on one branch. A number whose turn was not committed is free again: who asks again gets the same turn.
         """
         continues = not node.continued
         number = node.attempt if continues else next(n for n in count() if n not in self._used)
@@ -319,6 +319,7 @@ class SessionTree:
             parent,
             (*attachment.appended, said),
             attachment.head,
+            attachment.digests[-1],
             digest,
             prepared.prompt,
             *arrays,

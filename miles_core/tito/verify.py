@@ -29,24 +29,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class Proof:
-    """What was compared. `hard`, `soft`: "conversation, cut: difference" of each class; `refused`: what template or family does not take."""
+    """What was compared: "conversation, cut: difference".
+
+    `hard`: classes that must be 0. `rewritten`: an assistant's earlier text that the template writes otherwise now. `retokenised`: it has
+    the same text in other tokens, so that only a session that keeps tokens is right. `refused`: what template or family does not take.
+    """
 
     cuts: int = 0
-    refused: list[str] = field(default_factory=list)
     hard: list[str] = field(default_factory=list)
-    soft: list[str] = field(default_factory=list)
+    rewritten: list[str] = field(default_factory=list)
+    retokenised: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
 
     def holds(self, family: str) -> bool:
-        """A fixed rendering may keep what the template rewrites in the assistant's earlier turns. The template's own must write all again."""
-        return self.cuts > 0 and not self.hard and (family != DEFAULT or not self.soft)
+        """A family may keep what the template rewrites in the assistant's earlier turns; the template's own rendering may not rewrite."""
+        return self.cuts > 0 and not self.hard and (family != DEFAULT or not self.rewritten)
 
     @property
     def first(self) -> str:
-        return next(iter(self.hard + self.soft), "")
+        return next(iter(self.hard + self.rewritten), "it takes none of the conversations")
 
 
 def prove(renderer: Renderer, corpus: list[Conversation] = CORPUS) -> Proof:
-    """Compare the prompts that a session would keep with fresh renderings: every session that starts at some cut, and every jump to a later one."""
+    """Compare the prompts that sessions would keep with fresh renderings: sessions that start at some cut, and jumps to a later one."""
     proof = Proof()
     for conversation in corpus:
         turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
@@ -72,8 +77,8 @@ def _session(renderer: Renderer, conversation: Conversation, steps: list[int]) -
         yield point, kept, sampled
         if point < len(messages):
             answer = renderer.sampled(messages[: point + 1], tools, kwargs)
-            if "<|observation|>" in renderer.family.ends and point + 1 < len(messages) and messages[point + 1]["role"] == "tool":
-                answer[-1] = renderer.encoder.control["<|observation|>"]
+            if renderer.family.header_ends and point + 1 < len(messages) and messages[point + 1]["role"] == "tool":
+                answer[-1] = renderer.encoder.control[renderer.family.ends[1]]  # it ends with the header of what comes next
             kept, sampled, done = np.append(kept, answer), np.append(sampled, np.ones(len(answer), bool)), point + 1
 
 
@@ -82,7 +87,8 @@ def _compare(renderer: Renderer, talk: Conversation, point: int, kept: np.ndarra
     found = drift.measure(renderer, kept, sampled, fresh)
     proof.cuts += 1
     if found.hard or found.soft:
-        (proof.hard if found.hard else proof.soft).append(f"{talk.name}, before message {point}: {found.first}")
+        kind = proof.hard if found.hard else proof.rewritten if found.assistant_text else proof.retokenised
+        kind.append(f"{talk.name}, before message {point}: {found.first}")
 
 
 def renderer_for(tokenizer: Tokenizer, family: str = "auto", ends: tuple[int, ...] = ()) -> Renderer:
@@ -97,10 +103,23 @@ def renderer_for(tokenizer: Tokenizer, family: str = "auto", ends: tuple[int, ..
         proof = prove(renderer)
         if proof.holds(name):
             return renderer
-        failed.append(f"{name}: {proof.first or 'it takes none of the conversations'}")
-    others = [name for name in FAMILIES if name not in names and prove(Renderer(tokenizer, name, ends)).holds(name)]
-    advice = f"use --family {others[0]}" if others else "no family renders this template; sessions need one that is append-only"
+        failed.append(f"{name}: {proof.first}")
+    others = proven_families(tokenizer)
+    advice = f"use --family {others[0]}" if others else "no family known here renders this template; sessions need one that is append-only"
     raise ValueError(f"--family {family}: not what the chat template writes ({'; '.join(failed)}); {advice}")
+
+
+def proven_families(tokenizer: Tokenizer) -> list[str]:
+    """All families whose rendering is right for this tokenizer."""
+    proven = []
+    for name in (*FAMILIES, DEFAULT):
+        try:
+            renderer = Renderer(tokenizer, name)
+        except ValueError:  # it lacks the family's tokens
+            continue
+        if prove(renderer).holds(name):
+            proven.append(name)
+    return proven
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -121,17 +140,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     proof = prove(renderer)
     what = "the template is append-only" if args.family == DEFAULT else f"family {args.family} writes what the template writes"
-    for refused in dict.fromkeys(proof.refused):
-        print(f"refused   {refused}")
-    for kept in proof.soft if proof.holds(args.family) else ():
-        print(f"kept      {kept}")
+    for label, lines in (("refused", proof.refused), ("rewritten", proof.rewritten), ("retoken'd", proof.retokenised)):
+        for line in dict.fromkeys(lines):
+            print(f"{label:10}{line}")
     if proof.holds(args.family):
         print(f"proven    {what}: {proof.cuts} cuts of {len(CORPUS)} conversations")
         return 0
-    print(f"refuted   {what}: {len(proof.hard)} hard and {len(proof.soft)} soft differences in {proof.cuts} cuts")
-    print(f"first     {proof.first or 'it takes none of the conversations'}")
-    fixes = [name for name in FAMILIES if name != args.family and prove(Renderer(tokenizer, name)).holds(name)]
-    print(f"fixed by  {' or '.join(f'--family {name}' for name in fixes) or 'no family known here'}")
+    print(f"refuted   {what}: {len(proof.hard)} hard differences and {len(proof.rewritten)} rewritten turns in {proof.cuts} cuts")
+    print(f"first     {proof.first}")
+    print(f"fixed by  {' or '.join(f'--family {name}' for name in proven_families(tokenizer)) or 'no family known here'}")
     return 1
 
 
