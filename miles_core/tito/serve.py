@@ -19,6 +19,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 _DRAIN_S = 2  # requests that are being answered get so long to end
+_KEEP_ALIVE_S = 75  # agents run tools between their requests
 
 
 def is_loopback(host: str) -> bool:
@@ -35,9 +36,17 @@ class Server:
     def __init__(self, app: Starlette, listener: socket.socket, deadline_s: float) -> None:
         self.host, self.port = listener.getsockname()[:2]
         self.url = f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
-        self._app, self._error = app, None
+        self._app = app
         config = uvicorn.Config(
-            app, loop="asyncio", http="h11", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=_DRAIN_S
+            app,
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_DRAIN_S,
         )
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()

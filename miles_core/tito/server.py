@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -334,7 +335,7 @@ def _describe_node(node: Node) -> dict[str, Any]:
         "sampled_tokens": len(node.sampled),
         "tokens_to_here": node.num_tokens,
         "cached_tokens": node.cached,
-        "versions": sorted({int(version) for version in node.version}),
+        "versions": np.unique(node.version).tolist(),
     }
 
 

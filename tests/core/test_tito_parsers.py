@@ -7,8 +7,10 @@ import json
 import random
 
 import pytest
+from tito_models import tokenizer_of
 
 from miles_core.tito.call_formats import FORMATS
+from miles_core.tito.families import FAMILIES
 from miles_core.tito.parsers import StreamParser, fold, parse_assistant
 
 CALLS_V3, END_V3 = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -89,6 +91,21 @@ def test_a_call_of_each_form_is_found_beside_reasoning_and_content(family: str, 
 def test_a_malformed_call_is_content_to_the_letter(family: str, text: str) -> None:
     for before in ("", "Words "):
         assert parse_assistant(before + text, family) == {"content": before + text, "reasoning_content": None, "tool_calls": []}
+
+
+def test_every_family_of_rendering_has_a_form_and_reads_what_its_template_writes() -> None:
+    assert set(FAMILIES) | {"default", "qwen3-coder"} == set(FORMATS)
+    arguments = {"a": [1, {"b": None}], "text": 'quotes " and\nlines, ünïcode'}
+    asked = {"role": "user", "content": "q"}
+    for family in FAMILIES:
+        spelt = json.dumps(arguments) if family == "deepseek-v3" else arguments  # its template joins them to text
+        calls = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": spelt}}]
+        tokenizer = tokenizer_of(family)
+        prompt = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template([asked, {"role": "assistant", "content": "", "tool_calls": calls}], tokenize=False)
+        assert whole.startswith(prompt)
+        message = parse_assistant(whole[len(prompt) :].split(tokenizer.eos_token)[0], family)
+        assert functions(message) == [("f", arguments)] and message["content"] is None, family
 
 
 def test_arguments_keep_the_spelling_of_the_model() -> None:

@@ -125,7 +125,7 @@ def test_log_probs_are_those_of_the_sampled_tokens(endpoint: Endpoint) -> None:
 def test_parameters_reach_the_engine(endpoint: Endpoint) -> None:
     client = endpoint.client(endpoint.open())
     ask(client, [USER], temperature=0.5, top_p=0.9, max_tokens=9, stop="x", seed=5, top_logprobs=1, logprobs=True, extra_body={"top_k": 3})
-    ask(client, [USER], max_tokens=9, max_completion_tokens=4, stop=["x", "y"], temperature=None)
+    ask(client, [USER], n=1, max_tokens=9, max_completion_tokens=4, stop=["x", "y"], temperature=None)
     ask(client, [USER])
     one, two, three = (request.params for request in endpoint.backend.requests)
     assert (one.temperature, one.top_p, one.top_k, one.max_new_tokens, one.stop_strings) == (0.5, 0.9, 3, 9, ("x",))

@@ -1,4 +1,4 @@
-"""What tests of the endpoint share: a tokenizer of bytes, a backend that says what a script wrote, and a running server.
+"""What tests of the endpoint share: a tokenizer, a backend that says what a script wrote, and a running server.
 
 The backend stands for the engine and is the only fake. Legend: T tokens of a prompt, M sampled tokens.
 """
@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import openai
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tito_models import model_dir, sampling
 
-from miles_core.engine.sequence import SamplingParams
+from miles_core.model import hf
 from miles_core.tito.backend import Piece, TurnRequest, TurnResult
 from miles_core.tito.render import Renderer
 from miles_core.tito.serve import Server, serve
@@ -25,18 +24,6 @@ from miles_core.tito.sessions import Sessions
 
 MAX_CONTEXT = 20_000
 END = "<|im_end|>"
-SPECIAL = ("<|im_start|>", END, "<|endoftext|>")
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}"
-    "{% if m.role == 'tool' %}<|im_start|>tool\n{{ m.content }}<|im_end|>\n"
-    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}\n{% endif %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-    "<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
-)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 TOOLS = [
     {
@@ -46,15 +33,11 @@ TOOLS = [
 ]
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, so that every other character of Unicode takes several; control tokens and tags on top; a ChatML template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TAGS])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=SPECIAL[2], chat_template=TEMPLATE)
+def thinking_tokenizer() -> hf.Tokenizer:
+    """Qwen2.5's format, but enable_thinking has a prompt end in <think>. Characters beyond ASCII take several tokens."""
+    tokenizer = hf.load_tokenizer(model_dir("chatml"))
+    tokenizer.chat_template += "{% if enable_thinking %}{{ '<think>\\n' }}{% endif %}"
+    return tokenizer
 
 
 class ScriptedTurn:
@@ -114,7 +97,7 @@ class ScriptedBackend:
 
     max_context = MAX_CONTEXT
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: hf.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.script: Callable[[TurnRequest], str] = lambda request: "Hello"
         self.width, self.pause_s = 3, 0.0
@@ -136,14 +119,14 @@ class ScriptedBackend:
         return self._tokenizer.decode(tokens)
 
 
-DEFAULTS = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=400, stop_token_ids=())
+DEFAULTS = sampling(400)
 
 
 class Endpoint:
     """A running server over a scripted backend. `options`: of Sessions and make_app."""
 
     def __init__(self, **options: Any) -> None:
-        self.tokenizer = byte_tokenizer()
+        self.tokenizer = thinking_tokenizer()
         self.backend = ScriptedBackend(self.tokenizer)
         self.ended: list[Any] = []
         app_options = {name: options.pop(name) for name in ("token", "pinned", "max_body") if name in options}
