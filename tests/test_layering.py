@@ -27,7 +27,7 @@ LAYERS = (
     "tasks model",
     "routing",
     "engine advantage ring pack loss optim report route_transport",
-    "weights checkpoint assets parity replay",
+    "weights checkpoint assets parity replay tito",
     "rollout",
     "train",
 )

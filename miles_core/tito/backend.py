@@ -68,7 +68,7 @@ class Turn(Protocol):
     def __aiter__(self) -> AsyncIterator[Piece]: ...
 
     async def result(self) -> TurnResult:
-        """Raises asyncio.CancelledError after `cancel`, and ValueError (a sentence) for a request that the engine cannot take."""
+        """Raises asyncio.CancelledError after `cancel`, and ValueError for a request that the engine cannot take (it says why)."""
         ...
 
     def cancel(self) -> None:

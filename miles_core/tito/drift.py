@@ -1,6 +1,7 @@
 """How the ids that a session keeps differ from a fresh rendering of its messages: drift, in classes (DESIGN 4.8).
 
-Both are cut into segments at the tokens that build the conversation (`Renderer.marks`), and compared segment by segment.
+Both are cut into segments at the tokens that build the conversation (`Renderer.marks`), and compared segment by segment. What a model
+samples is its own: such a token in the middle of an answer is text of the assistant, and which of several tokens ends it is its choice.
 
 Legend: T tokens.
 """
@@ -23,10 +24,12 @@ _CONTEXT = 40  # characters shown around a difference
 
 @dataclass(frozen=True)
 class Drift:
-    """Numbers of differences. `special_count`: marks too many or too few (then nothing else is counted). `special_type`: marks that are
-    others. `other_text`: segments between them that differ. `assistant_text`: segments of the assistant with another text; `retokenised`: with
-    the same text in other tokens, which a session that kept text would have lost. `refused`: 1 if the template does not take the messages.
-    `first`: the first difference, for people; a hard one if there is one.
+    """Numbers of differences.
+
+    `special_count`: marks too many or too few (then nothing else is counted). `special_type`: marks that are others. `other_text`:
+    segments between them that differ. `assistant_text`: segments of the assistant with another text; `retokenised`: with the same text in
+    other tokens, which a session that kept text would have lost. `refused`: 1 if the template does not take the messages. `first`: the
+    first difference, for people; a hard one if there is one.
     """
 
     special_count: int = 0
@@ -50,7 +53,8 @@ def measure(renderer: Renderer, kept_T: np.ndarray, sampled_T: np.ndarray, fresh
     """Drift of `kept_T` int32 [T] from `fresh_T`. `sampled_T` bool [T]: which of the kept tokens the model made."""
     if np.array_equal(kept_T, fresh_T):
         return Drift()
-    kept, fresh = _segments(renderer, kept_T), _segments(renderer, fresh_T)
+    kept = _segments(_is_mark(renderer, kept_T) & ~_is_text(renderer, kept_T, sampled_T))
+    fresh = _segments(_is_mark(renderer, fresh_T))
     if len(kept) != len(fresh):
         pair = next((a, b) for a, b in zip_longest(kept, fresh) if a is None or b is None or not np.array_equal(kept_T[a], fresh_T[b]))
         return Drift(special_count=abs(len(kept) - len(fresh)), first=_show(renderer, kept_T, fresh_T, *pair))
@@ -60,7 +64,7 @@ def measure(renderer: Renderer, kept_T: np.ndarray, sampled_T: np.ndarray, fresh
     for a, b in zip(kept, fresh, strict=True):
         kinds = []
         if a.start and kept_T[a.start - 1] != fresh_T[b.start - 1]:
-            kinds.append("special_type")
+            kinds.append("assistant_text" if sampled_T[a.start - 1] else "special_type")
         if not np.array_equal(kept_T[a], fresh_T[b]):
             said, says = renderer.encoder.decode(kept_T[a]), renderer.encoder.decode(fresh_T[b])
             opened = np.array_equal(kept_T[max(a.start - len(header), 0) : a.start], header) and said.startswith(text)
@@ -72,16 +76,30 @@ def measure(renderer: Renderer, kept_T: np.ndarray, sampled_T: np.ndarray, fresh
     return Drift(**counts, first=next((first[kind] for kind in (*HARD, *SOFT) if kind in first), ""))
 
 
-def _segments(renderer: Renderer, ids_T: np.ndarray) -> list[slice]:
+def _is_mark(renderer: Renderer, ids_T: np.ndarray) -> np.ndarray:
+    """bool [T]"""
+    return np.isin(ids_T, list(renderer.marks))
+
+
+def _is_text(renderer: Renderer, ids_T: np.ndarray, sampled_T: np.ndarray) -> np.ndarray:
+    """bool [T]: sampled, and not the end of an answer that the rendering took as such."""
+    last_T = sampled_T & ~np.append(sampled_T[1:], False)
+    taken_T = last_T & np.isin(ids_T, list(renderer.ends))
+    if renderer.family.header_ends:  # another header follows if the answer ended with a wrong one
+        taken_T &= ~np.append(_is_mark(renderer, ids_T)[1:], False)
+    return sampled_T & ~taken_T
+
+
+def _segments(mark_T: np.ndarray) -> list[slice]:
     """The stretches between marks; each but the first comes right after its mark."""
-    at = np.flatnonzero(np.isin(ids_T, list(renderer.marks))).tolist()
-    return [slice(start, stop) for start, stop in zip([0, *(i + 1 for i in at)], [*at, len(ids_T)], strict=True)]
+    at = np.flatnonzero(mark_T).tolist()
+    return [slice(start, stop) for start, stop in zip([0, *(i + 1 for i in at)], [*at, len(mark_T)], strict=True)]
 
 
 def _assistant_header(renderer: Renderer) -> tuple[np.ndarray, str]:
     """What stands before an assistant's text: ids up to the last mark, and the text after it."""
     ids = renderer.generation_ids()
-    last = max(np.flatnonzero(np.isin(ids, list(renderer.marks))).tolist(), default=-1) + 1
+    last = max(np.flatnonzero(_is_mark(renderer, ids)).tolist(), default=-1) + 1
     return ids[:last], renderer.encoder.decode(ids[last:]).rstrip()
 
 

@@ -3,7 +3,8 @@
 A family renders only messages that were appended. It never writes an earlier turn again, so it can keep what a template would change there
 (thinking of earlier turns, above all). `verify.py` compares each with the template of the model at hand.
 
-The formats are those of the models' own chat templates and model cards: SmolLM2, Qwen2.5, Qwen3, Qwen3-Coder, Llama 3.x, DeepSeek-V3, GLM-4.5.
+The formats are those of the models' own chat templates and model cards: SmolLM2, Qwen2.5, Qwen3, Qwen3-Coder, Llama 3.x, DeepSeek-V3,
+GLM-4.5.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ _TOOL_TURN: list[Message] = [
 
 @dataclass(frozen=True)
 class Family:
-    """`ends`: tokens that end an answer. `marks`: tokens that build the conversation; others, such as <think>, belong to a message's text.
+    """How one kind of chat format goes on after an answer.
 
-    `markup`: control tokens that an assistant's text may hold. `call`: what an answer that is a tool call begins with, or None.
+    `ends`: tokens that end an answer, the one that templates write first. `marks`: tokens that build the conversation; others, such as
+    <think>, belong to a message's text. `markup`: control tokens that an assistant's text may hold. `call`: what an answer that is a tool
+    call begins with, or None. `header_ends`: an answer ends with the header of the next message.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Family:
     marks: tuple[str, ...]
     markup: tuple[str, ...] = ("<think>", "</think>", "<tool_call>", "</tool_call>")
     call: str | None = None
+    header_ends: bool = False
 
     def adapt(self, probe: Probe) -> Family:
         """The family as the template at hand spells it, where spellings differ between models."""
@@ -48,6 +52,7 @@ class Family:
     def later(self, last: str, messages: list[Message], generation: str, nothink: bool) -> str:
         """The text between an answer that ended in the token `last` and the next answer. `generation`: the template's generation prompt.
 
+        With `header_ends` any token may be the last; otherwise whatever ended the answer is given as ends[0]. `nothink`: thinking is off.
         Raises SessionError 400 for a message that the family cannot append.
         """
         raise NotImplementedError
@@ -78,7 +83,7 @@ def _runs(messages: list[Message]) -> list[tuple[bool, list[Message]]]:
 
 @dataclass(frozen=True)
 class ChatML(Family):
-    """<|im_start|>role, text, <|im_end|>. `tool_user`: results of tools are one user turn of <tool_response>s, not a turn of role tool each."""
+    """<|im_start|>role, text, <|im_end|>. `tool_user`: results of tools are one user turn of <tool_response>s, not turns of role tool."""
 
     tool_user: bool = True
 
@@ -98,7 +103,8 @@ class ChatML(Family):
 
     def _body(self, message: Message) -> str:
         thought, said = message.get("reasoning_content", "").strip("\n"), message["content"]
-        calls = "\n".join('<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>' % _named(c) for c in message.get("tool_calls", ()))
+        named = map(_named, message.get("tool_calls", ()))
+        calls = "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>' for name, arguments in named)
         body = said + ("\n" if said and calls else "") + calls
         return f"<think>\n{thought}\n</think>\n\n{body.lstrip(chr(10))}" if thought else body
 
@@ -114,7 +120,7 @@ class Llama3(Family):
 
     def later(self, last: str, messages: list[Message], generation: str, nothink: bool) -> str:
         turns = [f"<|start_header_id|>{self._role(message)}<|end_header_id|>\n\n{self._body(message)}<|eot_id|>" for message in messages]
-        return ("" if last in self.ends else "<|eot_id|>") + "".join(turns) + generation
+        return ("" if last == self.ends[0] else self.ends[0]) + "".join(turns) + generation
 
     def _role(self, message: Message) -> str:
         return "ipython" if message["role"] == "tool" else message["role"]
@@ -125,7 +131,10 @@ class Llama3(Family):
         calls = message.get("tool_calls", ())
         if len(calls) > 1:
             raise SessionError(400, "this model's chat format has one tool call a turn")
-        return '{"name": "%s", "parameters": %s}' % _named(calls[0]) if calls else message["content"].strip()
+        if not calls:
+            return message["content"].strip()
+        name, arguments = _named(calls[0])
+        return f'{{"name": "{name}", "parameters": {arguments}}}'
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ class DeepSeekV3(Family):
     """<｜User｜>text<｜Assistant｜>text<｜end▁of▁sentence｜>. An answer follows the results of tools without a header."""
 
     def later(self, last: str, messages: list[Message], generation: str, nothink: bool) -> str:
-        end = "<｜end▁of▁sentence｜>"
+        end = self.ends[0]
         text = "" if last == end else end
         after_tool = False
         for is_tool, run in _runs(messages):
@@ -219,7 +228,7 @@ FAMILIES: dict[str, Family] = {
             ("<think>", "</think>", *_DEEPSEEK_CALLS[:5]),
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         ),
-        GLM45("glm-4.5", ("<|user|>", "<|observation|>", "<|endoftext|>"), _GLM_MARKS, _GLM_CALLS),
+        GLM45("glm-4.5", ("<|user|>", "<|observation|>", "<|endoftext|>"), _GLM_MARKS, _GLM_CALLS, header_ends=True),
     )
 }
 DEFAULT = "default"

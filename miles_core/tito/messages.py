@@ -21,7 +21,7 @@ _TOKEN_FIELDS = ("tokens", "token_ids", "prompt_token_ids")
 
 
 def normalise(message: Any, where: str) -> Message:
-    """A copy with role, content (a string), and where there are any reasoning_content, tool_calls, tool_call_id, name. Other fields are left out.
+    """A copy with role, content (a string), and where there are any reasoning_content, tool_calls, tool_call_id, name; no other fields.
 
     Content given as a list of text parts becomes one string; role "developer" becomes "system"; `reasoning` becomes `reasoning_content`.
     Raises SessionError 400 about `where` for everything else.

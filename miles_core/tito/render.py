@@ -103,9 +103,9 @@ def _strings(value: Any) -> Iterator[str]:
 class Renderer:
     """A tokenizer with a chat template, and how its family goes on after a turn.
 
-    `family`: a name of families.FAMILIES, or "default": the difference of two renderings of a made-up conversation. `ends`: further ids that
-    end an answer. ValueError for a tokenizer without a template and for an unknown family. What it renders is right only where verify.py
-    has proven it: use `verify.renderer_for`.
+    `family`: a name of families.FAMILIES, or "default": the difference of two renderings of a made-up conversation. `ends`: further ids
+    that end an answer. ValueError for a tokenizer without a template and for an unknown family. What it renders is right only where
+    verify.py has proven it: use `verify.renderer_for`.
     """
 
     def __init__(self, tokenizer: Tokenizer, family: str = DEFAULT, ends: tuple[int, ...] = ()) -> None:
@@ -144,7 +144,8 @@ class Renderer:
         else:
             generation = self._generation_prompt(template_kwargs)
             nothink = template_kwargs.get("enable_thinking") is False
-            text = self.family.later(self.encoder.decode([last]), messages, generation, nothink)
+            ended = last in self.ends and not self.family.header_ends
+            text = self.family.later(self.family.ends[0] if ended else self.encoder.decode([last]), messages, generation, nothink)
         return self._rendered(text, mark, template_kwargs, force_call)
 
     def answer(self, tokens_M: np.ndarray) -> str:

@@ -40,6 +40,7 @@ except ImportError:
         return {"content": text, "reasoning_content": None, "tool_calls": None}
 
 
+_LARGEST_REWARD = 3e38  # as a float32
 TOOL_CHOICES = ("auto", "none", "required")
 
 
@@ -65,8 +66,8 @@ OnPiece = Callable[[Piece], Awaitable[None] | None]
 class Reply:
     """An answer.
 
-    `message`: the assistant's, in OpenAI form: role, content, and where there are any reasoning_content and tool_calls. Send it back as it is.
-    `finish`: "stop", "length" or "tool_calls". `usage`: prompt_tokens, completion_tokens, total_tokens, cached_tokens.
+    `message`: the assistant's, in OpenAI form: role, content, and where there are any reasoning_content and tool_calls. Send it back as it
+    is. `finish`: "stop", "length" or "tool_calls". `usage`: prompt_tokens, completion_tokens, total_tokens, cached_tokens.
     `pieces`: what was streamed, for log-probs.
     """
 
@@ -165,10 +166,9 @@ class Session:
         self._check_open()
         if verdict not in VERDICTS:
             raise SessionError(400, f"verdict {verdict!r} is unknown: use one of {', '.join(VERDICTS)}")
-        if verdict == "ok" and (
-            not isinstance(reward, int | float) or isinstance(reward, bool) or abs(reward) == float("inf") or reward != reward
-        ):
-            raise SessionError(400, f"verdict ok needs a finite reward, got {reward!r}")
+        finite = isinstance(reward, int | float) and not isinstance(reward, bool) and abs(reward) <= _LARGEST_REWARD
+        if not finite and (verdict == "ok" or reward is not None):
+            raise SessionError(400, f"the reward must be a finite number, got {reward!r:.80}")
         self.reward, self.verdict = (None if reward is None else float(reward)), verdict
         self.cancel()
 

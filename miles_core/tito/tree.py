@@ -5,12 +5,12 @@
         result = ... generate from prepared.tokens ...
         node = tree.commit(prepared, result, message, attempt, params)
 
-Where a request attaches: every node has the digest of its whole history, message by message, and the tree finds nodes by digest. So a request
-goes to the deepest node whose messages it begins with, by whatever way its client came to them, and what it adds is a new branch there.
+Where a request attaches: every node has the digest of its whole history, message by message, and the tree finds nodes by digest. So a
+request goes to the deepest node whose messages it begins with, by whatever way its client came to them, and what it adds is a new branch.
 
-What a turn costs: the few branches used last are kept whole (`_Path`), as the client spelt them, next to their ids. A request that goes on with
-one of them is compared with it in one pass of equality of objects that exist already, and its ids are copied in one go; normalising, digests,
-rendering and tokenising are for new messages only. Everything is plain code without await: used from one event loop, a call is atomic.
+What a turn costs: the few branches used last are kept whole (`_Path`), as the client spelt them, next to their ids. A request that goes on
+with one of them is compared with it in one pass of equality of objects that exist already, and its ids are copied in one go; normalising,
+digests, rendering and tokenising are for new messages only. Everything is plain code without await: in one event loop, a call is atomic.
 
 Legend: T tokens of a whole prompt, P tokens that a turn's messages added, M sampled tokens.
 """
@@ -77,7 +77,7 @@ class Head:
 
 @dataclass(eq=False)
 class Node:
-    """A turn: `messages` it added, the assistant's last; `prompt` int32 [P] they became, and what was sampled (see backend.TurnResult)."""
+    """A turn: `messages` it added, the assistant's last; `prompt` int32 [P] that they became; what was sampled (backend.TurnResult)."""
 
     number: int
     parent: Node | None
@@ -142,7 +142,7 @@ class Prepared:
 
 
 class _Path:
-    """A branch from the root to `nodes[-1]`, whole. `spelling`: its messages as the client sent them last; `digests`: after each of them."""
+    """A branch from the root to `nodes[-1]`, whole. `spelling`: its messages as the client sent them last; `digests`: after each."""
 
     def __init__(self, head: Head, root: Node) -> None:
         self.head, self.nodes = head, [root]
@@ -286,7 +286,7 @@ class SessionTree:
     def attempt(self, node: Node) -> Iterator[int]:
         """The number of the branch that a turn below `node` belongs to: the node's own, or if it has been taken, one that nobody has.
 
-        Turns with one attempt lie on one branch. A number whose turn was not committed is free again: asked again, the turn is sampled again.
+        Turns with one attempt lie on one branch. A number whose turn was not committed is free again: who asks again gets the same turn.
         """
         continues = not node.continued
         number = node.attempt if continues else next(n for n in count() if n not in self._used)

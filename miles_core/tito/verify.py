@@ -20,7 +20,7 @@ import numpy as np
 from miles_core.tito import drift
 from miles_core.tito.corpus import CORPUS, Conversation
 from miles_core.tito.errors import SessionError
-from miles_core.tito.families import DEFAULT, FAMILIES, GLM45, fingerprint
+from miles_core.tito.families import DEFAULT, FAMILIES, fingerprint
 from miles_core.tito.render import Renderer
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Proof:
     """What was compared: "conversation, cut: difference".
 
-    `hard`: classes that must be 0. `rewritten`: an assistant's earlier text that the template writes otherwise now. `retokenised`: that has the
-    same text in other tokens, so that only a session that keeps tokens is right. `refused`: what template or family does not take.
+    `hard`: classes that must be 0. `rewritten`: an assistant's earlier text that the template writes otherwise now. `retokenised`: it has
+    the same text in other tokens, so that only a session that keeps tokens is right. `refused`: what template or family does not take.
     """
 
     cuts: int = 0
@@ -42,7 +42,7 @@ class Proof:
     refused: list[str] = field(default_factory=list)
 
     def holds(self, family: str) -> bool:
-        """A fixed rendering may keep what the template rewrites in the assistant's earlier turns. The template's own must write all again."""
+        """A family may keep what the template rewrites in the assistant's earlier turns; the template's own rendering may not rewrite."""
         return self.cuts > 0 and not self.hard and (family != DEFAULT or not self.rewritten)
 
     @property
@@ -51,7 +51,7 @@ class Proof:
 
 
 def prove(renderer: Renderer, corpus: list[Conversation] = CORPUS) -> Proof:
-    """Compare the prompts that a session would keep with fresh renderings: every session that starts at some cut, and every jump to a later one."""
+    """Compare the prompts that sessions would keep with fresh renderings: sessions that start at some cut, and jumps to a later one."""
     proof = Proof()
     for conversation in corpus:
         turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
@@ -77,7 +77,7 @@ def _session(renderer: Renderer, conversation: Conversation, steps: list[int]) -
         yield point, kept, sampled
         if point < len(messages):
             answer = renderer.sampled(messages[: point + 1], tools, kwargs)
-            if isinstance(renderer.family, GLM45) and point + 1 < len(messages) and messages[point + 1]["role"] == "tool":
+            if renderer.family.header_ends and point + 1 < len(messages) and messages[point + 1]["role"] == "tool":
                 answer[-1] = renderer.encoder.control[renderer.family.ends[1]]  # it ends with the header of what comes next
             kept, sampled, done = np.append(kept, answer), np.append(sampled, np.ones(len(answer), bool)), point + 1
 

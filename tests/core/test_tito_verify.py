@@ -1,0 +1,87 @@
+"""Proofs of renderings: every family is proven for its own format, and what is not append-only is refuted.
+
+python -m pytest tests/core/test_tito_verify.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from miles_core.assets import TINY
+from miles_core.model import hf
+from miles_core.tito import verify
+from miles_core.tito.families import FAMILIES, fingerprint
+from miles_core.tito.render import Renderer
+from tests.core.tito_models import MODELS, model_dir, tokenizer_of
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_family_is_proven_for_its_format(family: str) -> None:
+    assert fingerprint(MODELS[family][0]) == family
+    proof = verify.prove(Renderer(tokenizer_of(family), family))
+    assert proof.hard == [] and proof.cuts > 80, proof
+    assert verify.renderer_for(tokenizer_of(family)).name == family
+
+
+def test_what_the_families_cannot_append_is_refused_and_nothing_else_is() -> None:
+    refused = {family: set(verify.prove(Renderer(tokenizer_of(family), family)).refused) for family in FAMILIES}
+    assert refused["chatml"] == refused["qwen3"] == refused["glm-4.5"] == set()
+    assert {line.partition(":")[0] for line in refused["deepseek-v3"]} == {"system in the middle"}
+    assert {line.partition(":")[0] for line in refused["llama3"]} == {"parallel calls"}
+
+
+def test_a_template_that_drops_thinking_is_refuted_and_its_family_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main(["--model", str(model_dir("qwen3"))]) == 1
+    said = capsys.readouterr().out
+    assert "\nrefuted " in said and "\nfirst " in said and "<think>" in said.partition("\nfirst ")[2]
+    assert "--family qwen3" in said.partition("\nfixed by ")[2]
+    assert verify.main(["--model", str(model_dir("qwen3")), "--family", "qwen3"]) == 0
+    assert "\nproven " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("directory", [TINY, "chatml", "default"])
+def test_templates_that_append_are_proven_as_they_are(directory: Path | str) -> None:
+    assert verify.main(["--model", str(directory if isinstance(directory, Path) else model_dir(directory))]) == 0
+
+
+def test_a_template_that_counts_its_messages_is_refuted_and_nobody_fixes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main(["--model", str(model_dir("counting"))]) == 1
+    said = capsys.readouterr().out
+    assert "fixed by  no family known here" in said
+    with pytest.raises(ValueError, match="--family auto.*append-only"):
+        verify.renderer_for(tokenizer_of("counting"))
+
+
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main(["--model", str(tmp_path)]) == 2
+    assert verify.main(["--model", str(TINY), "--family", "chatmul"]) == 2
+    assert "--family 'chatmul' is unknown: use one of chatml" in capsys.readouterr().err
+    assert verify.main(["--model", str(TINY), "--family", "llama3"]) == 2
+    assert "<|eot_id|>" in capsys.readouterr().err
+
+
+def test_a_family_named_wrongly_is_refused_and_the_right_one_named() -> None:
+    with pytest.raises(ValueError, match="--family default: .*use --family qwen3|--family default: .*use --family chatml"):
+        verify.renderer_for(tokenizer_of("qwen3"), "default")
+
+
+@pytest.mark.parametrize("mistake", ["\n", "<|im_end|>"])
+def test_one_wrong_boundary_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = Renderer(tokenizer_of("chatml"), "chatml")
+    right = type(renderer.family).later
+    monkeypatch.setattr(type(renderer.family), "later", lambda *a: mistake + right(*a))
+    proof = verify.prove(renderer)
+    assert proof.hard and not proof.holds("chatml")
+
+
+def test_one_wrong_spelling_of_a_tool_result_is_found() -> None:
+    renderer = Renderer(tokenizer_of("chatml"), "chatml")
+    renderer.family = dataclasses.replace(renderer.family, tool_user=False)
+    assert any("one call" in line for line in verify.prove(renderer).hard)
+
+
+def test_the_embedded_policy_is_chatml() -> None:
+    assert verify.renderer_for(hf.load_tokenizer(TINY)).name == "chatml"
