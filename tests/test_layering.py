@@ -26,7 +26,7 @@ LAYERS = (
     "topology numerics metrics pacing",
     "tasks model",
     "routing",
-    "engine advantage ring pack loss optim report route_transport",
+    "engine tito advantage ring pack loss optim report route_transport",
     "weights checkpoint assets parity replay",
     "rollout",
     "train",
