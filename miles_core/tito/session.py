@@ -19,7 +19,7 @@ import dataclasses
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from miles_core.schema import VERDICTS
@@ -75,7 +75,7 @@ class Reply:
     node: Node
     finish: str
     usage: dict[str, int]
-    pieces: list[Piece]
+    pieces: list[Piece] = field(repr=False)
 
 
 class Session:
