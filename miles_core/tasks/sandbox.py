@@ -22,7 +22,6 @@ import itertools
 import json
 import os
 import select
-import shutil
 import subprocess
 import threading
 import time
@@ -39,8 +38,8 @@ _GRACE_S = 10.0  # what the process inside gets beyond a deadline that it keeps 
 _MAX_MESSAGE = 1 << 16  # bytes of JSON in one reply
 _REWARD_BYTES = 64
 _INIT = (Path(__file__).parent / "sandbox_init.py").read_bytes()
-# Reads the program from stdin, and not a byte more: what follows are requests to it.
-_BOOT = "import os\nt=b''\nwhile len(t)<{n}:\n s=os.read(0,{n}-len(t))\n if not s: os._exit(0)\n t+=s\nexec(compile(t,'sandbox','exec'))"
+# Reads the program from stdin. Nothing else may be sent before it has answered: the buffer would take it.
+_BOOT = f"exec(open(0, 'rb', closefd=False).read({len(_INIT)}))"
 _ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/work", "USER": "agent", "LOGNAME": "agent"}
 _ENV |= {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "TZ": "UTC", "SHELL": "/bin/bash"}
 # What the agent left must not run as part of the tests: modules beside its files or in its home, hooks and aliases of git.
@@ -61,7 +60,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended. `output` is stdout and stderr as they came, the middle left out where it is long, and notes in [brackets] of ours.
+    """How a command ended. `output` is stdout and stderr as they came, the middle left out where it is long, and our notes in [brackets].
 
     `exit_code` is 124 after a time-out, 128 + n after signal n. `limit` names the limit for which everything in the sandbox was killed.
     """
@@ -93,8 +92,9 @@ class Sandbox:
             inside = asdict(self.limits)
             if backend != "bubblewrap":
                 inside["processes"] = -1  # counted by cgroup; as a limit of the user id it would count all containers together
-            self._send(_INIT + json.dumps({"limits": inside}).encode() + b"\n")
+            self._send(_INIT)
             self._receive(START_TIMEOUT_S)
+            self._send(json.dumps(inside).encode() + b"\n")
         except BaseException:
             self.close()
             raise
@@ -102,7 +102,7 @@ class Sandbox:
     def _spawn(self, network: bool, image: str) -> tuple[subprocess.Popen, int]:
         command, files = build(self.backend, self.limits, network, image, self._name)
         stderr = os.memfd_create("stderr")
-        command = [*command, "/usr/bin/python3" if self.backend == "bubblewrap" else "python3", "-I", "-S", "-c", _BOOT.format(n=len(_INIT))]
+        command += ["/usr/bin/python3" if self.backend == "bubblewrap" else "python3", "-I", "-S", "-c", _BOOT]
         try:
             process = subprocess.Popen(
                 command,
@@ -133,7 +133,7 @@ class Sandbox:
 
     def run_script(self, path: str, timeout_s: float = 60.0, env: Mapping[str, str] | None = None) -> Result:
         """Run a script that lies inside by a bash of its own, in the home directory."""
-        request = {"argv": ["/bin/bash", "--norc", "--noprofile", path], "cwd": "/work", "env": {**_ENV, **(env or {})}}
+        request = {"argv": [path], "cwd": "/work", "env": {**_ENV, **(env or {})}}
         return self._run(request, b"", timeout_s)
 
     def _run(self, request: dict, payload: bytes, timeout_s: float) -> Result:
@@ -188,7 +188,15 @@ class Sandbox:
 
     def close(self) -> None:
         """End the episode: every process in it is gone when this returns, and so are its files. A second call does nothing."""
-        with contextlib.suppress(OSError):  # somebody else has closed it
+        self._end()
+        with self._lock:  # another thread may still be reading: it has just been told the end
+            if self._stderr >= 0:
+                os.close(self._stderr)
+                self._process.stdout.close()
+                self._stderr = -1
+
+    def _end(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
             self._process.wait(_GRACE_S)
@@ -206,8 +214,7 @@ class Sandbox:
 
     def _ask(self, request: dict, payload: bytes, timeout_s: float) -> tuple[dict, bytes]:
         with self._lock:
-            with contextlib.suppress(BrokenPipeError):  # it has ended; the reason is read below
-                self._send(json.dumps({**request, "size": len(payload)}).encode() + b"\n" + payload)
+            self._send(json.dumps({**request, "size": len(payload)}).encode() + b"\n" + payload)
             reply, data = self._receive(timeout_s)
         if "error" in reply:
             raise SandboxError(f"sandbox {self._name}: {reply['error']}")
@@ -217,8 +224,9 @@ class Sandbox:
         if self._process.stdin.closed:
             raise SandboxError(f"sandbox {self._name} is closed")
         view = memoryview(data)
-        while view:
-            view = view[self._process.stdin.write(view) :]
+        with contextlib.suppress(BrokenPipeError):  # it has ended; `_receive` reads why
+            while view:
+                view = view[self._process.stdin.write(view) :]
 
     def _receive(self, timeout_s: float) -> tuple[dict, bytes]:
         """One reply. Anything that is none, or comes late, ends the sandbox."""
@@ -250,8 +258,9 @@ class Sandbox:
         return data
 
     def _fail(self, what: str) -> None:
-        self.close()
+        self._end()
         said = os.pread(self._stderr, 2000, 0).decode(errors="replace").strip()
+        self.close()
         raise SandboxError(f"sandbox {self._name} {what}" + (f": {said}" if said else ""))
 
 
@@ -259,7 +268,7 @@ _spawner_of: dict[int, ThreadPoolExecutor] = {}
 
 
 def _spawner() -> ThreadPoolExecutor:
-    """The thread that starts every sandbox of this process. The kernel kills a sandbox when the *thread* that started it ends: this one stays."""
+    """The thread that starts every sandbox of this process: one is killed when the *thread* that started it ends, and this one stays."""
     if os.getpid() not in _spawner_of:  # also after a fork, which does not copy threads
         _spawner_of.clear()
         _spawner_of[os.getpid()] = ThreadPoolExecutor(1, "sandbox")

@@ -109,7 +109,7 @@ def build(backend: str, limits: Limits, network: bool, image: str, name: str) ->
 def _need(program: str, package: str) -> str:
     found = shutil.which(program)
     if found is None:
-        raise ValueError(f"--sandbox: there is no {program} on this machine; install the package {package} (Debian: apt-get install {package})")
+        raise ValueError(f"--sandbox: there is no {program} here; install the package {package} (Debian: apt-get install {package})")
     return found
 
 
@@ -118,9 +118,9 @@ def bubblewrap(limits: Limits, network: bool, as_root: bool) -> tuple[list[str],
     if platform.machine() != "x86_64":
         raise ValueError(f"--sandbox bubblewrap: its filter of system calls is for x86_64, and this machine is {platform.machine()}")
     if tuple(int(part) for part in platform.release().split(".")[:2]) < (5, 14):
-        raise ValueError(f"--sandbox bubblewrap needs Linux 5.14, which counts processes by namespace; this is {platform.release()}")
+        raise ValueError(f"--sandbox bubblewrap needs Linux 5.14, which counts processes per namespace: this is {platform.release()}")
     if not Path("/usr/bin/python3").exists():
-        raise ValueError("--sandbox bubblewrap: there is no /usr/bin/python3; install the package python3 (Debian: apt-get install python3)")
+        raise ValueError("--sandbox bubblewrap: there is no /usr/bin/python3; install the package python3 (apt-get install python3)")
     cores = sorted(os.sched_getaffinity(os.getpid()))
     first = next(_turn) * limits.cpus
     chosen = {cores[(first + i) % len(cores)] for i in range(limits.cpus)}
@@ -157,7 +157,7 @@ def docker(limits: Limits, network: bool, image: str, name: str) -> list[str]:
     command += ["--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m", "--cpus", str(limits.cpus)]
     command += ["--pids-limit", str(limits.processes), "--entrypoint", ""]
     for path, size_mb in _sizes(limits).items():
-        command += ["--tmpfs", f"{path}:rw,exec,nosuid,nodev,mode=1777,size={size_mb}m"]
+        command += ["--tmpfs", f"{path}:rw,exec,nosuid,nodev,uid={UID},gid={UID},mode=755,size={size_mb}m"]
     return [*command, image]
 
 

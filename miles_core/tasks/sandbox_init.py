@@ -1,26 +1,25 @@
-"""Process 1 of a sandbox: starts shells, copies files in, keeps the limits that the kernel does not keep. Runs inside, on the standard library.
+"""Process 1 of a sandbox: starts shells, copies files in, keeps the limits that the kernel does not. Runs inside, on the standard library.
 
     sandbox.py sends this text to a `python3 -I -S` in a PID namespace of its own: nothing of the project need exist in there.
 
-Requests come on stdin, replies go to stdout: one line of JSON and, where it says `size`, as many bytes. The first line is {"limits": {...}},
-answered by {"ready": true}. Requests: run (a command in the episode's shell, or a program), put (files), seal (end of the agent's part), read.
+Replies go to stdout: one line of JSON, and as many bytes as its `size` says. The first is {"ready": true}; then a line of limits is read
+from stdin, and then requests in the same form: run (a command in the episode's shell, or a program), put (files), seal (end of the
+agent's part), read. Each has one reply; a failed one is {"error": text}.
 
-The agent has the same user id as this process. What keeps it out: it is process 1, so signals from inside that have no handler are
-dropped; it is not dumpable, so its memory and descriptors cannot be opened; its children inherit none of its pipes. When it ends, the kernel
+The agent has the same user id as this process. What keeps it out: this is process 1, so signals from inside that have no handler are
+dropped; it is not dumpable, so nobody opens its memory and descriptors; its children inherit none of its pipes. When it ends, the kernel
 kills everything in the namespace, and it ends with its stdin: that is, with the harness, however the harness ends.
 """
 
 from __future__ import annotations
 
-import array
+import contextlib
 import ctypes
-import fcntl
 import json
 import os
 import resource
 import select
 import signal
-import termios
 import time
 
 TICK_S = 0.1  # how often memory and files are looked at. One core fills at most a few 100 MB in that time
@@ -29,42 +28,32 @@ WRITABLE = ("/work", "/tmp", "/dev/shm", "/tests", "/logs", "/solution")
 _KILL_PATIENCE_S = 0.3
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 # A command is run with `$?` of the one before. It inherits neither descriptor 3 (commands) nor 4 (their exit codes).
-_SHELL = """
-__sandbox_status=0
-__sandbox_return() { return "$1"; }
-while IFS= read -r -d '' -u 3 __sandbox_command; do
-  __sandbox_return "$__sandbox_status"
-  eval "$__sandbox_command" 3<&- 4>&-
-  __sandbox_status=$?
-  printf '%d\\0' "$__sandbox_status" >&4
-done
-"""
+_SHELL = (
+    """__r() { return "$1"; }; __s=0; while IFS= read -r -d '' -u 3 __c; do """
+    """__r $__s; eval "$__c" 3<&- 4>&-; __s=$?; printf '%d\\0' $__s >&4; done"""
+)
 
 
 def pids() -> list[int]:
-    """Every process in here but this one."""
+    """Every process but this one."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
 
 def read_text(path: str) -> str:
     """A file of /proc; "" when the process is gone, or hides it."""
-    try:
-        with open(path, "rb") as file:
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read().decode(errors="replace")
+    return ""
 
 
 def kb(text: str, *fields: str) -> int:
-    """The sum of the lines `Name:   123 kB` of these names."""
+    """The sum of lines `Name:   123 kB`."""
     return sum(int(line.split()[1]) for line in text.splitlines() if line.partition(":")[0] in fields)
 
 
 def memory_kb(limit_kb: int) -> int:
-    """Memory of all processes. Pages that forks share are counted once, which is slow, and only done where counting them often is too much."""
-    total = 0
-    for pid in pids():
-        total += kb(read_text(f"/proc/{pid}/status"), "RssAnon", "RssShmem", "VmSwap")
+    """Memory of all processes. Pages that forks share are counted once: that is slow, and only done where the simple sum is too much."""
+    total = sum(kb(read_text(f"/proc/{pid}/status"), "RssAnon", "RssShmem", "VmSwap") for pid in pids())
     if total <= limit_kb:
         return total
     total = 0
@@ -86,6 +75,7 @@ def too_many_files() -> str:
 def wipe(top: str) -> None:
     """Empty a directory whatever is in it: depth does not matter, since what lies deep is moved up first, nor do modes."""
     count = 0
+    os.chmod(top, 0o755)
     while entries := list(os.scandir(top)):
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
@@ -118,6 +108,13 @@ def read_line() -> dict:
     return json.loads(line)
 
 
+def read_some(descriptor: int) -> bytes | None:
+    """What lies in a pipe; b"" at its end, None while it is empty."""
+    with contextlib.suppress(BlockingIOError):
+        return os.read(descriptor, 1 << 16)
+    return None
+
+
 def reply(message: dict, payload: bytes = b"") -> None:
     data = json.dumps({**message, "size": len(payload)}).encode() + b"\n" + payload
     while data:
@@ -138,9 +135,15 @@ class Output:
         del self.tail[:excess]
         self.omitted += excess
 
+    def take(self, descriptor: int) -> bool:
+        """Add what lies in a pipe; False at its end."""
+        data = read_some(descriptor)
+        self.add(data or b"")
+        return data != b""
+
 
 class Program:
-    """A child with its output in a pipe: the shell of the episode, or one program (`argv`)."""
+    """A bash with its output in a pipe: the shell of the episode, or one with arguments."""
 
     def __init__(self, limits: dict, cwd: str, env: dict, argv: list[str] | None = None):
         commands, self.commands = os.pipe()
@@ -155,6 +158,8 @@ class Program:
         for end in (commands, status, output):
             os.close(end)
         self.pidfd = os.pidfd_open(self.pid)
+        for end in (self.commands, self.status, self.output):
+            os.set_blocking(end, False)  # a process inside may read a pipe empty under us, or stop the shell
 
     @staticmethod
     def _become(limits: dict, cwd: str, env: dict, argv: list[str] | None, commands: int, status: int, output: int) -> None:
@@ -167,12 +172,9 @@ class Program:
         most = {"NPROC": limits["processes"], "DATA": limits["memory_mb"] << 20, "FSIZE": limits["file_mb"] << 20, "CPU": limits["cpu_s"]}
         for name, value in {**most, "NOFILE": 512, "CORE": 0, "MSGQUEUE": 0}.items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
-        try:
+        with contextlib.suppress(OSError):  # gone, or closed to us: the shell begins at home
             os.chdir(cwd)
-        except OSError:
-            os.chdir("/")
-        argv = argv or ["/bin/bash", "--norc", "--noprofile", "-c", _SHELL]
-        os.execve(argv[0], argv, env)
+        os.execve("/bin/bash", ["bash", "--norc", "--noprofile", *(argv or ["-c", _SHELL])], env)
 
     def close(self) -> None:
         for descriptor in (self.commands, self.status, self.output, self.pidfd):
@@ -213,59 +215,46 @@ class Init:
         limit_kb = self.limits["memory_mb"] << 10
         if memory_kb(limit_kb) > limit_kb:
             self.broken = f"more than {self.limits['memory_mb']} MB of memory"
+            self.kill_all()
         elif path := too_many_files():
             self.broken = f"more than {MAX_FILES} files in {path}"
-        else:
-            return
-        self.kill_all()
+            self.kill_all()
 
     def reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            self.ended[pid] = os.waitstatus_to_exitcode(status)
+        with contextlib.suppress(ChildProcessError):  # there is none
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                self.ended[ended[0]] = os.waitstatus_to_exitcode(ended[1])
 
     def kill_all(self) -> None:
         """Kill everything but this process, and wait until it is gone."""
         self.remember_cwd()
         patience = time.monotonic() + 5.0
         while pids() and time.monotonic() < patience:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # they ended between the two lines
                 os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # they ended between the two lines
             time.sleep(0.002)
             self.reap()
 
     def remember_cwd(self) -> None:
         """A new shell begins where the last one was."""
         if self.shell is not None:
-            try:
+            with contextlib.suppress(OSError):  # it has ended: where it was last seen
                 self.cwd = os.readlink(f"/proc/{self.shell.pid}/cwd")
-            except OSError:
-                pass  # it has ended: where it was last seen
 
     def do_run(self, request: dict, payload: bytes) -> None:
-        """{"timeout_s", "env"} and a command as payload, or {"argv"}: a program apart from the shell, in `cwd`."""
+        """{"timeout_s", "env"} and a command as payload, or {"argv"}: a bash apart from the shell, in `cwd`."""
         self.reap()
         if self.shell is not None and self.shell.pid in self.ended:
             self.drop_shell()  # it was killed between two commands
         if "argv" in request:
             program = Program(self.limits, request["cwd"], request["env"], request["argv"])
         else:
-            if self.shell is None:
-                self.shell = Program(self.limits, self.cwd, request["env"])
-            program = self.shell
+            program = self.shell = self.shell or Program(self.limits, self.cwd, request["env"])
         output = Output(self.limits["output_bytes"])
         others = set(pids()) - {program.pid}
-        if "argv" not in request:
-            self.send(program, payload + b"\0")
-        code, timed_out = self.follow(program, output, time.monotonic() + request["timeout_s"], others)
-        drain(program.output, output)
+        command = b"" if "argv" in request else payload + b"\0"
+        code, timed_out = self.follow(program, command, output, time.monotonic() + request["timeout_s"], others)
+        output.take(program.output)  # all of it: a pipe holds as much as one read takes
         gone = program.pid in self.ended
         if gone and program is self.shell:
             self.drop_shell()
@@ -277,23 +266,17 @@ class Init:
         self.broken = ""
 
     def drop_shell(self) -> None:
-        assert self.shell is not None
-        self.shell.close()
-        self.shell = None
+        if self.shell is not None:
+            self.shell.close()
+            self.shell = None
 
-    @staticmethod
-    def send(program: Program, data: bytes) -> None:
-        try:
-            while data:
-                data = data[os.write(program.commands, data) :]
-        except BrokenPipeError:
-            pass  # the shell has just ended; `follow` sees that
-
-    def follow(self, program: Program, output: Output, deadline: float, others: set[int]) -> tuple[int, bool]:
-        """Collect output until the command ends, one way or another -> (exit code, timed out)."""
+    def follow(self, program: Program, command: bytes, output: Output, deadline: float, others: set[int]) -> tuple[int, bool]:
+        """Hand the command over and collect output until it ends, one way or another -> (exit code, timed out)."""
         waiting = select.poll()
         for descriptor in (0, program.output, program.status, program.pidfd):
             waiting.register(descriptor, select.POLLIN)
+        if command:
+            waiting.register(program.commands, select.POLLOUT)
         next_tick = time.monotonic() + TICK_S
         while True:
             now = time.monotonic()
@@ -306,15 +289,19 @@ class Init:
             ready = {descriptor for descriptor, _ in waiting.poll(1000 * max(min(next_tick, deadline) - now, 0) + 1)}
             if 0 in ready:
                 os._exit(0)  # the harness says nothing while it waits, so this is its end
-            if program.output in ready and not (data := os.read(program.output, 1 << 16)):
+            if program.commands in ready:
+                with contextlib.suppress(BrokenPipeError, BlockingIOError):  # the shell has ended: that is seen below
+                    command = command[os.write(program.commands, command) :]
+                if not command:
+                    waiting.unregister(program.commands)
+            if program.output in ready and not output.take(program.output):
                 waiting.unregister(program.output)  # everyone closed it
-            elif program.output in ready:
-                output.add(data)
             if program.status in ready:
-                text = os.read(program.status, 64)
-                if text.endswith(b"\0") and text[:-1].isdigit():
+                text = read_some(program.status)
+                if text and text.endswith(b"\0") and text[:-1].isdigit():
                     return int(text[:-1]), False
-                waiting.unregister(program.status)
+                if text == b"":
+                    waiting.unregister(program.status)
             self.reap()
             if program.pid in self.ended:
                 code = self.ended[program.pid]
@@ -329,10 +316,8 @@ class Init:
                 self.kill_all()
                 break
             for pid in late:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass  # ended meanwhile
             time.sleep(0.002)
             self.reap()
         self.reap()
@@ -353,14 +338,13 @@ class Init:
         reply({})
 
     def do_seal(self, request: dict, payload: bytes) -> None:
-        """Before grading: list the processes, kill them, and empty the directories of the tests, where the agent may have left something."""
+        """Before grading: list the processes, kill them, and empty the directories of the tests, whatever the agent left there."""
         lines = []
         for pid in pids():
             if self.shell is None or pid != self.shell.pid:
                 lines += describe(pid)
         self.kill_all()
-        if self.shell is not None:
-            self.drop_shell()
+        self.drop_shell()
         wipe("/tests")
         wipe("/logs")
         os.mkdir("/logs/verifier")
@@ -380,25 +364,14 @@ class Init:
         reply({"found": True}, data)
 
 
-def drain(descriptor: int, output: Output) -> None:
-    """Add what lies in a pipe now: a command's output is complete when its exit code is known. A daemon may go on writing."""
-    waiting = array.array("i", [0])
-    fcntl.ioctl(descriptor, termios.FIONREAD, waiting)
-    while waiting[0] > 0:
-        data = os.read(descriptor, waiting[0])
-        output.add(data)
-        waiting[0] -= len(data)
-
-
 def describe(pid: int) -> list[str]:
     """A process as a line `pid, parent, state, program, command line`, with tabs between; none if it has ended."""
     stat = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if not stat or stat[0] == "Z":
         return []
-    try:
+    program = "?"
+    with contextlib.suppress(OSError):
         program = os.readlink(f"/proc/{pid}/exe")
-    except OSError:
-        program = "?"
     command = read_text(f"/proc/{pid}/cmdline").rstrip("\0").replace("\0", " ")
     return ["\t".join((str(pid), stat[1], stat[0], program, " ".join(command.split()))) + "\n"]
 
@@ -415,9 +388,8 @@ def main() -> None:
         pass  # pipes get higher numbers than the descriptors that a child is given
     os.umask(0o022)
     os.nice(10)  # the ranks of the job come first
-    init = Init(read_line()["limits"])
     reply({"ready": True})
-    init.serve()
+    Init(read_line()).serve()
 
 
 if __name__ == "__main__":
