@@ -298,8 +298,8 @@ class Init:
                 waiting.unregister(program.output)  # everyone closed it
             if program.status in ready:
                 text = read_some(program.status)
-                if text and text.endswith(b"\0") and text[:-1].isdigit():
-                    return int(text[:-1]), False
+                if text and text.endswith(b"\0"):  # 255: the agent wrote into this pipe, and fools itself
+                    return (int(text[:-1]) if text[:-1].isdigit() else 255), False
                 if text == b"":
                     waiting.unregister(program.status)
             self.reap()
