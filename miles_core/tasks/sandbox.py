@@ -17,9 +17,9 @@ An instance may be used from several threads: calls wait for each other, and `cl
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import itertools
-import json
 import os
 import select
 import subprocess
@@ -35,7 +35,7 @@ from miles_core.tasks.sandbox_command import Limits, build
 __all__ = ["Grade", "Limits", "Result", "Sandbox", "SandboxError"]
 START_TIMEOUT_S = 30.0
 _GRACE_S = 10.0  # what the process inside gets beyond a deadline that it keeps itself
-_MAX_MESSAGE = 1 << 16  # bytes of JSON in one reply
+_MAX_MESSAGE = 1 << 16  # bytes of a reply's first line
 _REWARD_BYTES = 64
 _INIT = (Path(__file__).parent / "sandbox_init.py").read_bytes()
 # Reads the program from stdin. Nothing else may be sent before it has answered: the buffer would take it.
@@ -94,7 +94,7 @@ class Sandbox:
                 inside["processes"] = -1  # counted by cgroup; as a limit of the user id it would count all containers together
             self._send(_INIT)
             self._receive(START_TIMEOUT_S)
-            self._send(json.dumps(inside).encode() + b"\n")
+            self._send(repr(inside).encode() + b"\n")
         except BaseException:
             self.close()
             raise
@@ -214,7 +214,7 @@ class Sandbox:
 
     def _ask(self, request: dict, payload: bytes, timeout_s: float) -> tuple[dict, bytes]:
         with self._lock:
-            self._send(json.dumps({**request, "size": len(payload)}).encode() + b"\n" + payload)
+            self._send(repr({**request, "size": len(payload)}).encode() + b"\n" + payload)
             reply, data = self._receive(timeout_s)
         if "error" in reply:
             raise SandboxError(f"sandbox {self._name}: {reply['error']}")
@@ -237,7 +237,7 @@ class Sandbox:
             if len(data) > _MAX_MESSAGE + self.limits.output_bytes:
                 self._fail("says too much")
         line, _, rest = bytes(data).partition(b"\n")
-        reply = json.loads(line)
+        reply = ast.literal_eval(line.decode())
         if "over" in reply:
             self.close()
             raise SandboxError(f"sandbox {self._name}: the {self.limits.episode_s:g} s of the episode are over", "timeout")
