@@ -175,7 +175,7 @@ class Sandbox:
         """End the agent's part, then copy the tests in and run /tests/test.sh in the home directory. Once per episode.
 
         Every process of the agent is killed first, so that none reads or changes the tests. What was running is in
-        /logs/verifier/processes.txt, a line `pid, parent, state, program, command line` each, with tabs between.
+        /logs/verifier/processes.txt, a line `pid, parent, session, state, program, command line` each, with tabs between.
         """
         with self._lock:
             assert not self.graded, "an episode is graded once"

@@ -368,7 +368,7 @@ class Init:
 
 
 def describe(pid: int) -> list[str]:
-    """A process as a line `pid, parent, state, program, command line`, with tabs between; none if it has ended."""
+    """A process as a line `pid, parent, session, state, program, command line`, with tabs between; none if it has ended."""
     stat = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if not stat or stat[0] == "Z":
         return []
@@ -376,7 +376,7 @@ def describe(pid: int) -> list[str]:
     with Quiet(OSError):
         program = os.readlink(f"/proc/{pid}/exe")
     command = read_text(f"/proc/{pid}/cmdline").rstrip("\0").replace("\0", " ")
-    return ["\t".join((str(pid), stat[1], stat[0], program, " ".join(command.split()))) + "\n"]
+    return ["\t".join((str(pid), stat[1], stat[3], stat[0], program, " ".join(command.split()))) + "\n"]
 
 
 def main() -> None:
