@@ -36,7 +36,7 @@ from miles_core.tasks.sandbox_command import BACKENDS
 TASKS = Path(__file__).parent / "terminal_tasks"
 _FILES = ("task.toml", "instruction.md", "tests/test.sh")
 _PREPARE = b'rm -f "$0"\n'  # bash has it open: the agent does not find how its task was made
-# Section -> key -> (type, default). A default of None: no default, and the key means something only here.
+# Section -> key -> (type, default).
 _KEYS: dict[str, dict[str, tuple[type, object]]] = {
     "agent": {"timeout_sec": (float, 600.0)},
     "verifier": {"timeout_sec": (float, 60.0), "reward": (str, "any")},
@@ -102,6 +102,9 @@ def load(directory: str | Path) -> TerminalTask:
 
 
 def _settings(content: dict, where: str) -> dict[str, Any]:
+    flat = [section for section in _KEYS if not isinstance(content.get(section, {}), dict)]
+    if flat:
+        raise ValueError(f"{where}: [{flat[0]}] is no table")
     unknown = [key for key in content if key not in _KEYS and key not in _FREE]
     unknown += [f"{section}.{key}" for section in _KEYS for key in content.get(section, {}) if key not in _KEYS[section]]
     if unknown:

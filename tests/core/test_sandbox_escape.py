@@ -261,11 +261,11 @@ def test_symbolic_links(inside: Sandbox, tmp_path: Path) -> None:
 
 
 TESTS = """
-cat /work/leak /tmp/leak 2> /dev/null
+cat ~/leak /tmp/leak 2> /dev/null
 ls -A /tests
 cat /logs/verifier/reward.txt 2> /dev/null
 python3 -c 'import json; print(json.__file__)'
-cd /work/repository && git status --short
+cd ~/repository && git status --short
 python3 - <<'END'
 import sqlite3
 print(sqlite3.__file__.startswith("/usr"))
