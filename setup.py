@@ -12,7 +12,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["kernels*", "miles_core*"]),
     py_modules=["train", "rollout"],
-    package_data={"kernels": ["cpu/*.cpp", "cpu/*.h"], "miles_core": ["assets/**"]},
+    package_data={"kernels": ["cpu/*.cpp", "cpu/*.h"], "miles_core": ["assets/**", "tasks/terminal_tasks/**"]},
     # The oldest versions that are supported. What the tests run with is in launch/requirements.txt.
     install_requires=[
         "torch>=2.11",

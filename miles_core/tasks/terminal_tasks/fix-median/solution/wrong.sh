@@ -1,0 +1,3 @@
+#!/bin/bash
+set -euo pipefail
+sed -i 's/(values\[middle\] + values\[middle + 1\])/(values[middle - 1] + values[middle])/' stats.py

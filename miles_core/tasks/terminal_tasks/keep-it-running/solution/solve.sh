@@ -1,0 +1,5 @@
+#!/bin/bash
+set -euo pipefail
+setsid bash -c 'echo $$ > server.pid; exec ./server.sh state' > server.log 2>&1 < /dev/null &
+disown
+sleep 0.5

@@ -1,0 +1,8 @@
+#!/bin/bash
+set -euo pipefail
+pid=$(tr -d ' \n' < server.pid)
+list=/logs/verifier/processes.txt
+[ "$(awk -F '\t' '$6 ~ /server\.sh state/ && $5 ~ /bash$/' $list | wc -l)" = 1 ] || exit 1
+[ "$(awk -F '\t' -v pid="$pid" '$1 == pid && $3 == pid && $6 ~ /server\.sh state/' $list | wc -l)" = 1 ] || exit 1
+[ "$(cat server.log)" = 'serving state' ] && [ -s state/heartbeat ] || exit 1
+cmp server.sh <(printf '%s\n' '#!/bin/bash' '# Serves the directory $1.' 'echo "serving $1"' 'while :; do date +%s > "$1/heartbeat"; sleep 0.2; done')

@@ -1,0 +1,11 @@
+#!/bin/bash
+set -euo pipefail
+mkfifo pipe
+cat > feeder <<'END'
+#!/bin/bash
+IFS= read -r line < pipe
+printf '%s %s\n' "$(printf '%s' "$line" | sha256sum | cut -c 1-12)" "$$" > received.txt
+END
+chmod +x feeder
+setsid ./feeder > /dev/null 2>&1 < /dev/null &
+sleep 0.1

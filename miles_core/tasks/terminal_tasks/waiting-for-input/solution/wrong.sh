@@ -1,0 +1,4 @@
+#!/bin/bash
+set -euo pipefail
+pkill feeder
+echo 'go now' > received.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -euo pipefail
+printf 'The cat and the dog.\nThe end, and THE rest\n' > sample.txt
