@@ -4,12 +4,14 @@ train.py starts it on the rollout ranks of a torchrun. Alone it evaluates or tri
 
     python rollout.py --model runs/X/checkpoints/latest --task sort --eval --eval-samples 4
     python rollout.py --model DIR --generate "What is 3 + 4?"
+    python rollout.py --model DIR --serve                                           # sessions over HTTP, as the OpenAI API
     torchrun --nproc-per-node 2 rollout.py --model DIR --task arithmetic --eval     # ranks share the prompts
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -35,6 +37,7 @@ from miles_core.ring import Claim, Ring
 from miles_core.route_transport import Mailbox, RouteStore
 from miles_core.schema import VERDICTS, Prompt
 from miles_core.tasks.rewards import RewardPool
+from miles_core.tito.engine_backend import EngineBackend
 from miles_core.tito.episodes import load_agent
 from miles_core.tito.player import Answer, Player
 from miles_core.tito.verify import renderer_for
@@ -310,21 +313,43 @@ def evaluate(config: Config, inputs: Inputs, player: Player, rewards: RewardPool
     return metrics
 
 
+def serve_sessions(config: Config, inputs: Inputs, engine: Engine) -> None:
+    """Sessions over HTTP, for any harness that speaks the OpenAI chat API; see miles_core/tito/server.py. Ends with Ctrl-C or SIGTERM."""
+    from miles_core.tito.serve import serve  # here: training does without a web server
+    from miles_core.tito.server import make_app
+    from miles_core.tito.sessions import Sessions
+
+    backend = EngineBackend(engine)
+    sessions = Sessions(renderer_for(inputs.tokenizer), backend, max_context=inputs.max_context)
+    app = make_app(sessions, sampling_params(config, inputs), model=config.model, token=os.environ.get("MILES_SERVE_TOKEN"))
+    with serve(app, config.serve_host, config.serve_port) as server:
+        print(f"serving {config.model} at {server.url}: POST {server.url}/sessions for a base URL", flush=True)
+        while True:
+            backend.pump()
+            for completion in engine.step():
+                backend.finish(completion)
+            if not engine.num_unfinished:
+                time.sleep(IDLE_S)
+
+
 def main() -> None:
-    """Alone: evaluate a checkpoint, or answer one message."""
+    """Alone: evaluate a checkpoint, answer one message, or serve."""
     config = parse_args(sys.argv[1:], "rollout.py", __doc__)
     numerics.setup()
-    if config.eval == bool(config.generate):
-        raise ValueError("say --eval to evaluate, or --generate TEXT to answer one message")
+    if config.eval + config.serve + bool(config.generate) != 1:
+        raise ValueError("say --eval to evaluate, --generate TEXT to answer one message, or --serve to serve sessions")
     layout = layout_from_env(0)
     device, dtype = numerics.choose(config.device, config.dtype, layout.local_rank)
     topo = Topology(layout, device, dtype, config.timeout)
     inputs = load_inputs(config, device, dtype)
-    engine = make_engine(config, inputs, hf.load(inputs.model_dir, device, dtype), max(1, config.eval_prompts))
+    num_groups = config.max_sequences if config.serve else max(1, config.eval_prompts)
+    engine = make_engine(config, inputs, hf.load(inputs.model_dir, device, dtype), num_groups)
     if config.generate:
         prompt = tasks.user_prompt(config.generate, inputs.tokenizer)
         print(engine.generate([Request(EVAL_GROUP, 0, prompt, sampling_params(config, inputs))])[0].text)
         return
+    if config.serve:
+        return serve_sessions(config, inputs, engine)
     player, rewards = make_player(config, inputs, engine), make_rewards(config)
     metrics = merge(topo.gather(evaluate(config, inputs, player, rewards, topo.rank, topo.layout.world_size)))
     player.close()

@@ -131,6 +131,13 @@ class Config:
     activation_checkpointing: bool = _flag(False, "optimizer", "recompute activations in the backward pass: less memory, a third more time")
     # rollout.py alone
     eval: bool = _flag(False, "alone", "evaluate --model on the held-out prompts of --task: pass@1 and pass@k", only="rollout.py")
+    serve: bool = _flag(
+        False, "alone", "serve --model as an OpenAI-compatible endpoint of sessions, until Ctrl-C", only="rollout.py"
+    )  # fmt: skip
+    serve_host: str = _flag(
+        "127.0.0.1", "alone", "address to serve on; any but this machine's own needs a token in MILES_SERVE_TOKEN", only="rollout.py"
+    )
+    serve_port: int = _flag(8000, "alone", "port to serve on; 0 = any free one, which is printed", only="rollout.py")
     generate: str = _flag("", "alone", "answer this user message", only="rollout.py")
 
     def __post_init__(self) -> None:
@@ -158,7 +165,7 @@ class Config:
             "samples_per_prompt",
             f"must be > 1 for --advantage {self.advantage}, which compares samples",
         )
-        alone = self.eval or bool(self.generate)
+        alone = self.eval or self.serve or bool(self.generate)
         self._require(self.temperature > 0 or alone, "temperature", "must be > 0: greedy samples carry no learning signal")
         self._require(
             not (self.skip_zero_std and self.advantage == "reinforce_pp"),

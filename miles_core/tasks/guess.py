@@ -52,7 +52,7 @@ async def play(session: AgentSession, prompt: list[dict], secret: int) -> dict:
         guess = guessed(reply.message["content"] or "")
         if guess == secret:
             return {"reward": 1.0}
-        if reply.finish == "length":  # a turn that was cut cannot be gone on from
+        if reply.finish == "length":  # nobody can go on from an answer that was cut
             break
         messages += [reply.message, {"role": "tool", "content": hint(guess, secret)}]
     return {"reward": 0.0}

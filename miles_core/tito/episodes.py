@@ -12,8 +12,8 @@
 Agents run on an event loop in the thread that steps the engine, a little between two steps: in a thread of their own they would fight with
 the engine for the interpreter at each of its ops, which made a step of a small model twenty times slower. So an agent must not block: it
 awaits, and hands what takes time to `asyncio.to_thread` or to another process. Every episode ends with a verdict:
-`ok`; `timeout` when it takes longer than it may; `infra_error` when the agent raises. An agent that asks for more turns than there are, or
-whose conversation outgrows the context, has ended; what it returns, or the task's reward, counts.
+`ok`; `timeout` when it takes longer than it may; `infra_error` when the agent raises. An agent that asks for more turns than there are,
+whose conversation outgrows the context, or that goes on from an answer cut by length, has ended: the task's reward judges its last answer.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from miles_core.engine.sequence import SamplingParams
 from miles_core.tito.errors import SessionError
 from miles_core.tito.session import Reply, Session
 
+OVER = ("context_length_exceeded", "turn_cut_by_length")  # refusals that are the end of an episode, and nobody's fault
 ROUNDS = 8  # of the event loop at a time: from the end of a turn to the request for the next one, with some to spare
 Agent = Callable[["AgentSession", list[dict], Any], Awaitable[dict | None]]
 MakeSession = Callable[[int, int], Session]  # (group, sample) -> a new session
@@ -83,7 +84,7 @@ class AgentSession:
         try:
             reply = await self._session.chat(messages, tools=tools, tool_choice=tool_choice, params=params)
         except SessionError as error:
-            if error.code == "context_length_exceeded":
+            if error.code in OVER:
                 raise EpisodeOver(str(error)) from error
             raise
         self.turns_left -= 1
