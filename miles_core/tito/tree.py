@@ -75,7 +75,7 @@ class Head:
     digest: bytes
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Node:
     """A turn: `messages` it added, the assistant's last; `prompt` int32 [P] that they became; what was sampled (backend.TurnResult)."""
 
@@ -99,6 +99,10 @@ class Node:
     num_tokens: int
     children: list[Node] = field(default_factory=list)
     continued: bool = False  # a child has, or is to have, this node's attempt
+
+    def __repr__(self) -> str:
+        """Short: asyncio writes the results of tasks into its messages, and a node leads to the whole tree."""
+        return f"Node({self.number}, turn {self.depth}, {self.num_tokens} tokens, {self.finish})"
 
     @property
     def extendable(self) -> bool:

@@ -53,7 +53,7 @@ def all_ids(node: Node) -> list[int]:
     return [int(i) for turn in node.branch() for part in (turn.prompt, turn.sampled) for i in part]
 
 
-def refused(session: Session, status: int, messages: Any, match: str = "", **options: Any) -> None:
+def refused(session: Session, status: int, messages: Any, match: str | None = None, **options: Any) -> None:
     before = state(session)
     with pytest.raises(SessionError, match=match) as error:
         chat(session, messages, **options)
@@ -172,7 +172,7 @@ def test_bad_messages_leave_the_session_as_it_was(status: int, messages: Any, ma
     refused(session, status, messages, match)
     first = chat(session, [user("a")])
     if isinstance(messages, list):
-        refused(session, status, [user("a"), first.message, *messages], "")
+        refused(session, status, [user("a"), first.message, *messages])
 
 
 def test_other_bad_input_leaves_the_session_as_it_was() -> None:
@@ -282,6 +282,15 @@ def test_content_ends_before_the_stop_string_and_the_tokens_do_not() -> None:
     chat(session, [user("a"), first.message, user("b")])
     at = len(first.node.prompt) + len(first.node.sampled)
     assert session.backend.turns[-1].request.tokens[at] == END
+
+
+def test_what_asyncio_prints_of_a_result_does_not_grow_with_the_session() -> None:
+    session, messages, sizes = open_session(), [user("a")], []
+    for _ in range(20):
+        reply = chat(session, messages)
+        sizes.append(len(repr(reply)))
+        messages += [reply.message, user("b")]
+    assert sizes[-1] < sizes[0] + 20
 
 
 def test_rewards_and_verdicts_are_checked() -> None:

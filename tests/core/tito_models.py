@@ -79,7 +79,8 @@ DEEPSEEK = (
     "{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
     "{% elif m.role == 'assistant' %}{% if not after_tool %}{{ '<｜Assistant｜>' }}{% endif %}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ '<｜tool▁calls▁begin｜>' if loop.first else '\\n' }}"
-    "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```<｜tool▁call▁end｜>' }}"
+    "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' }}"
+    "{{ c.function.arguments + '\\n```<｜tool▁call▁end｜>' }}"
     "{% if loop.last %}{{ '<｜tool▁calls▁end｜>' }}{% endif %}{% endfor %}{{ '<｜end▁of▁sentence｜>' }}"
     "{% else %}{{ '\\n' if after_tool else '<｜tool▁outputs▁begin｜>' }}"
     "{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}"
@@ -170,7 +171,9 @@ class FakeTurn:
         await self._step()
         n, rng = len(self.tokens), np.random.default_rng(len(self.request.tokens))
         versions = np.sort(rng.integers(self.version, self.version + 3, n))
-        return TurnResult(np.array(self.tokens, np.int32), -rng.random(n).astype(np.float32), versions.astype(np.int32), self.finish, 0, n)
+        logp = -rng.random(n).astype(np.float32)
+        self.made = TurnResult(np.array(self.tokens, np.int32), logp, versions.astype(np.int32), self.finish, 0, f"routes of {n}")
+        return self.made
 
     async def _step(self) -> None:
         if self.gate is not None:
