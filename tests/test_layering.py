@@ -26,8 +26,8 @@ LAYERS = (
     "topology numerics metrics pacing",
     "tasks model",
     "routing",
-    "engine tito advantage ring pack loss optim report route_transport",
-    "weights checkpoint assets parity replay",
+    "engine advantage ring pack loss optim report route_transport",
+    "weights checkpoint assets parity replay tito",
     "rollout",
     "train",
 )
