@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Server:
-    """A running endpoint: `host`, `port` (the one chosen, if 0 was asked for), `url`."""
+    """A running endpoint: `host`, `port` (the one chosen, if 0 was asked for), `url`, `loop`."""
 
     def __init__(self, app: Starlette, listener: socket.socket, deadline_s: float) -> None:
         self.host, self.port = listener.getsockname()[:2]
@@ -49,7 +49,7 @@ class Server:
             timeout_graceful_shutdown=_DRAIN_S,
         )
         self._server = uvicorn.Server(config)
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(listener,), name=f"serve-{self.port}", daemon=True)
         self._thread.start()
@@ -58,20 +58,29 @@ class Server:
             if not self._thread.is_alive():
                 raise RuntimeError(f"the server on port {self.port} did not start") from self._error
             if time.monotonic() > until:
-                self.stop()
+                self.loop.call_soon_threadsafe(self._cancel_all)
                 raise RuntimeError(f"the server on port {self.port} did not start within {deadline_s} s")
             time.sleep(0.002)
+
+    def check(self) -> None:
+        """RuntimeError if the thread has ended by an error: to be asked now and then by whoever relies on the server."""
+        if self._error is not None:
+            raise RuntimeError(f"the server on port {self.port} failed") from self._error
 
     def stop(self, deadline_s: float = 10.0) -> None:
         """Cancel turns, end sessions, close the port. RuntimeError if the thread does not end, or ended by an error. Again is fine."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._app.state.sessions.close)
+            self.loop.call_soon_threadsafe(self._app.state.sessions.close)
             self._server.should_exit = True
             self._thread.join(deadline_s)
             if self._thread.is_alive():
+                self.loop.call_soon_threadsafe(self._cancel_all)
                 raise RuntimeError(f"the server on port {self.port} did not stop within {deadline_s} s")
-        if self._error is not None:
-            raise RuntimeError(f"the server on port {self.port} failed") from self._error
+        self.check()
+
+    def _cancel_all(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -81,7 +90,7 @@ class Server:
 
     def _run(self, listener: socket.socket) -> None:
         try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 runner.run(self._server.serve([listener]))
         except BaseException as error:  # raised again by whoever starts or stops the server
             self._error = error

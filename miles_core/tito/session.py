@@ -25,20 +25,13 @@ from typing import TYPE_CHECKING, Any
 from miles_core.schema import VERDICTS
 from miles_core.tito.backend import Backend, Piece, Turn, TurnRequest, TurnResult
 from miles_core.tito.errors import SessionError
+from miles_core.tito.parsers import parse_assistant
 from miles_core.tito.tree import Limits, Node, Prepared, SessionTree
 
 if TYPE_CHECKING:
     from miles_core.engine.sequence import SamplingParams
     from miles_core.tito.messages import Matcher
     from miles_core.tito.render import Renderer
-
-try:
-    from miles_core.tito.parsers import parse_assistant
-except ImportError:
-
-    def parse_assistant(text: str, family: str, **_: Any) -> dict[str, Any]:
-        return {"content": text, "reasoning_content": None, "tool_calls": None}
-
 
 _LARGEST_REWARD = 3e38  # as a float32
 TOOL_CHOICES = ("auto", "none", "required")

@@ -9,6 +9,7 @@ import random
 
 import numpy as np
 import pytest
+from tito_models import MODELS, tokenizer_of
 
 from miles_core.assets import TINY
 from miles_core.model import hf
@@ -16,7 +17,6 @@ from miles_core.tito.corpus import TOOLS
 from miles_core.tito.errors import SessionError
 from miles_core.tito.families import FAMILIES
 from miles_core.tito.render import Renderer
-from tests.core.tito_models import MODELS, tokenizer_of
 
 NAMES = [*FAMILIES, "default"]
 

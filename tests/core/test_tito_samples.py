@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tito_models import FakeBackend, FakeTurn, sampling, tokenizer_of
 
 from miles_core.schema import FINISH_REASONS, VERDICTS, group_nbytes, read_group, write_group
 from miles_core.tito import drift, samples
@@ -20,7 +21,6 @@ from miles_core.tito.errors import SessionError
 from miles_core.tito.families import FAMILIES
 from miles_core.tito.render import Renderer
 from miles_core.tito.session import Reply, Session
-from tests.core.tito_models import FakeBackend, FakeTurn, sampling, tokenizer_of
 
 
 class Episode:

@@ -9,13 +9,13 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from tito_models import MODELS, model_dir, tokenizer_of
 
 from miles_core.assets import TINY
 from miles_core.model import hf
 from miles_core.tito import verify
 from miles_core.tito.families import FAMILIES, fingerprint
 from miles_core.tito.render import Renderer
-from tests.core.tito_models import MODELS, model_dir, tokenizer_of
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

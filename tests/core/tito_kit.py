@@ -61,7 +61,7 @@ class ScriptedTurn:
             before = len(self._said)
             for token in self._all[before : before + backend.width]:
                 self._said.append(token)
-                text = backend.decode(self._said)
+                text = backend.decode(self._said) if params.stop_strings else ""
                 if len(self._said) == len(self._all) or any(stop in text for stop in params.stop_strings):
                     self._finish = "stop"
                 elif len(self._said) >= params.max_new_tokens:
