@@ -63,7 +63,8 @@ def wait_until_gone(token: str, patience_s: float = 10.0) -> bool:
 
 def daemon(token: str) -> str:
     """A command that leaves a process called `token`: in a session of its own, not a child of the shell, deaf to polite signals."""
-    return f"(setsid bash -c 'trap \"\" HUP TERM INT; exec -a {token} sleep 1000' > /dev/null 2>&1 &); sleep 0.2"
+    start = f"(setsid bash -c 'trap \"\" HUP TERM INT; exec -a {token} sleep 1000' > /dev/null 2>&1 &)"
+    return f"{start}; until pgrep -f '^{token}' > /dev/null; do sleep 0.02; done"
 
 
 def token() -> str:
@@ -162,8 +163,7 @@ def test_other_episodes() -> None:
         one.run(f"echo {mark} | tee ~/f /tmp/f /dev/shm/f /logs/f /solution/f; hostname x; {daemon(mark)}")
         assert mark in one.run(f"grep -rl {mark} ~ /tmp /dev/shm; ps aux").output
         assert other.run(f"grep -rs {mark} /work /tmp /dev/shm /logs /solution /proc/[0-9]*/environ /proc/[0-9]*/cmdline").output == ""
-        seen = other.run("ls -d /proc/[0-9]* | wc -l; pgrep -c sleep")
-        assert seen.output.split() == ["4", "0"]
+        assert other.run("set -- /proc/[0-9]*; echo $#").output == "2\n"  # the process in charge and this shell
         (outside,) = running(mark)
         assert other.run(f"kill -9 {outside}").exit_code == 1 and other.run("kill -9 -1").exit_code != 0
         assert running(mark) == [outside]
@@ -173,9 +173,9 @@ def test_other_episodes() -> None:
 def test_fork_bomb() -> None:
     with Sandbox(limits=Limits(processes=50)) as sandbox:
         start = time.monotonic()
-        result = sandbox.run("bomb() { bomb | bomb & }; bomb; sleep 1; ls -d /proc/[0-9]* | wc -l > count; sleep 60", 3.0)
+        result = sandbox.run("bomb() { bomb | bomb & }; bomb; sleep 60", 3.0)
         assert result.timed_out and time.monotonic() - start < 20.0
-        assert sandbox.run("ls -d /proc/[0-9]* | wc -l").output.split()[-1] == "4"  # this process, the shell, ls, wc
+        assert sandbox.run("set -- /proc/[0-9]*; echo $#").output == "2\n"  # the process in charge and this shell
         code = "import os, time\nn = 0\nwhile True:\n  try: pid = os.fork()\n  except OSError: print(n, flush=True); break\n"
         code += "  if pid == 0: os.setsid(); time.sleep(99)\n  n += 1"
         most = int(python(sandbox, code, 30.0).split()[0])
@@ -191,7 +191,7 @@ def test_disk_fill() -> None:
         )
         output = sandbox.run(f"{command} ~ /tmp /dev/shm /tests /logs /solution", 60).output
         total_mb = int(output.splitlines()[-1].split()[0])
-        assert 16 + 16 + 3 * 64 + 16 <= total_mb <= 250 and output.count("No space left") + output.count("File size limit") + 0 >= 3
+        assert 16 + 16 + 3 * 64 + 16 <= total_mb <= 250 and output.count("No space left on device") >= 3
         assert sandbox.run("echo x > ~/more").exit_code != 0
         assert sandbox.run("rm -f ~/fill /tmp/fill; echo x > ~/more && cat ~/more").output == "x\n"
     assert free - shutil.disk_usage("/").free < 64 << 20
@@ -201,7 +201,6 @@ def test_daemons_end_with_the_episode() -> None:
     mark = token()
     with Sandbox() as sandbox:
         sandbox.run(daemon(mark))
-        sandbox.run(f"nohup bash -c 'while :; do exec -a {mark} sleep 0.1; done' > /dev/null 2>&1 &")
         assert running(mark)
     assert running(mark) == []
 
@@ -229,7 +228,8 @@ def test_killing_the_harness(how: str) -> None:
         assert len([pid for pid in running(mark) if os.stat(f"/proc/{pid}").st_uid != 0 or os.geteuid()]) == 1
         os.kill(harness.pid, signal.SIGKILL)
         assert wait_until_gone(mark), "the episode outlives its harness"
-        os.killpg(harness.pid, signal.SIGKILL) if how == "forked" else None
+        if how == "forked":
+            os.killpg(harness.pid, signal.SIGKILL)
 
 
 def test_the_process_in_charge(inside: Sandbox) -> None:
