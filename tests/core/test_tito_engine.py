@@ -197,7 +197,8 @@ def test_how_episodes_end(renderer: Renderer) -> None:
             reply = await session.chat(messages)
             messages += [reply.message, {"role": "user", "content": "539214="}]
 
-    assert [len(a.trajectory.turns) for a in played(endless, renderer, max_new_tokens=300, max_context=3000)] == [8] * 3, "no more turns than there are"
+    answers = played(endless, renderer, max_new_tokens=300, max_context=3000)
+    assert [len(answer.trajectory.turns) for answer in answers] == [8] * 3, "no more turns than there are"
     (short,) = played(endless, renderer, num=1, max_context=60, max_turns=99)
     assert short.verdict == "ok" and short.reward is None and len(short.trajectory.tokens) <= 60
 
