@@ -42,11 +42,10 @@ _INIT = (Path(__file__).parent / "sandbox_init.py").read_bytes()
 _BOOT = f"exec(open(0, 'rb', closefd=False).read({len(_INIT)}))"
 _ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/work", "USER": "agent", "LOGNAME": "agent"}
 _ENV |= {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "TZ": "UTC", "SHELL": "/bin/bash"}
-# What the agent left must not run as part of the tests: modules beside its files or in its home, hooks and aliases of git.
-_GRADE_ENV = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-_GRADE_ENV |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull, "GIT_CONFIG_COUNT": "2"}
-_GRADE_ENV |= {"GIT_CONFIG_KEY_0": "core.fsmonitor", "GIT_CONFIG_VALUE_0": "false"}
-_GRADE_ENV |= {"GIT_CONFIG_KEY_1": "core.hooksPath", "GIT_CONFIG_VALUE_1": os.devnull}
+_GUARD = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+_GUARD |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull, "GIT_CONFIG_COUNT": "2"}
+_GUARD |= {"GIT_CONFIG_KEY_0": "core.fsmonitor", "GIT_CONFIG_VALUE_0": "false"}
+_GUARD |= {"GIT_CONFIG_KEY_1": "core.hooksPath", "GIT_CONFIG_VALUE_1": os.devnull}
 _number = itertools.count()
 
 
@@ -171,18 +170,21 @@ class Sandbox:
         files = {str(path.relative_to(root)): path for path in sorted(root.rglob("*")) if path.is_file()}
         self.put({name: path for name, path in files.items() if name not in leave_out}, dest)
 
-    def grade(self, tests_dir: str | Path, timeout_s: float = 60.0, env: Mapping[str, str] | None = None) -> Grade:
+    def grade(self, tests_dir: str | Path, timeout_s: float = 60.0, guard: bool = True) -> Grade:
         """End the agent's part, then copy the tests in and run /tests/test.sh in the home directory. Once per episode.
 
         Every process of the agent is killed first, so that none reads or changes the tests. What was running is in
         /logs/verifier/processes.txt, a line `pid, parent, session, state, program, command line` each, with tabs between.
+
+        guard: python3 and git, run by the tests, use no modules beside a program or in the home directory, no hooks and no settings.
+        Without it, tests may run programs of the agent that import each other, and the agent can get its code run as part of the tests.
         """
         with self._lock:
             assert not self.graded, "an episode is graded once"
             self.graded = True
             self._ask({"op": "seal"}, b"", START_TIMEOUT_S)
             self.put_tree(tests_dir, "/tests")
-            result = self.run_script("/tests/test.sh", timeout_s, {**_GRADE_ENV, **(env or {})})
+            result = self.run_script("/tests/test.sh", timeout_s, _GUARD if guard else None)
             reply, data = self._ask({"op": "read", "path": "/logs/verifier/reward.txt", "limit": _REWARD_BYTES}, b"", START_TIMEOUT_S)
         return Grade(result, data.decode(errors="replace") if reply["found"] else None)
 

@@ -177,7 +177,7 @@ class Program:
         for source, target in ((output, 1), (output, 2), *([] if argv else [(commands, 3), (status, 4)])):
             os.dup2(source, target)
         most = {"NPROC": limits["processes"], "DATA": limits["memory_mb"] << 20, "FSIZE": limits["file_mb"] << 20, "CPU": limits["cpu_s"]}
-        for name, value in {**most, "NOFILE": 512, "CORE": 0, "MSGQUEUE": 0}.items():
+        for name, value in {**most, "NOFILE": 512, "CORE": 0, "MSGQUEUE": 0, "SIGPENDING": 1024}.items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
         with Quiet(OSError):  # gone, or closed to us: the shell begins at home
             os.chdir(cwd)

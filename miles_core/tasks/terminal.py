@@ -15,6 +15,8 @@
         sandbox.run("ls")                                  # the agent
         reward, verdict, detail = terminal.judge(task, sandbox)
 
+With `[verifier] guard = false` the tests may run programs of the agent that import modules beside them (`Sandbox.grade`).
+
 Two departures from Harbor: no Dockerfile is built (with `--sandbox docker`, name an image), and home is /work. The tasks of this project
 are in `terminal_tasks/` and need bash, python3, git and what every Debian has.
 """
@@ -39,7 +41,7 @@ _PREPARE = b'rm -f "$0"\n'  # bash has it open: the agent does not find how its 
 # Section -> key -> (type, default).
 _KEYS: dict[str, dict[str, tuple[type, object]]] = {
     "agent": {"timeout_sec": (float, 600.0)},
-    "verifier": {"timeout_sec": (float, 60.0), "reward": (str, "any")},
+    "verifier": {"timeout_sec": (float, 60.0), "reward": (str, "any"), "guard": (bool, True)},
     "environment": {
         "build_timeout_sec": (float, 60.0),
         "docker_image": (str, ""),
@@ -168,7 +170,7 @@ def judge(task: TerminalTask, sandbox: Sandbox) -> tuple[float, str, str]:
     `timeout`: the tests, or the episode, took too long. `no_verdict`: reward.txt holds no finite number, or the tests broke a limit.
     """
     try:
-        grade = sandbox.grade(task.directory / "tests", float(task.settings["verifier.timeout_sec"]))
+        grade = sandbox.grade(task.directory / "tests", float(task.settings["verifier.timeout_sec"]), task.settings["verifier.guard"])
     except SandboxError as error:
         return 0.0, error.verdict, str(error)
     result = grade.result

@@ -19,6 +19,7 @@ from miles_core.tasks.terminal import TASKS, attempt, check, judge, load, load_a
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = load_all(TASKS)
+MODULES = {"environment__main.py": "import other\nprint(other.x)", "environment__other.py": "x = 7"}
 
 
 def make(root: Path, toml: str = "", **files: str) -> Path:
@@ -61,6 +62,8 @@ def test_there_are_tasks_of_many_kinds() -> None:
             (0.0, "no_verdict", "reward.txt holds 'good\\n', not a finite number"),
         ),
         ({"tests__test_sh": "echo nan > /logs/verifier/reward.txt"}, (0.0, "no_verdict", "reward.txt holds 'nan\\n', not a finite number")),
+        ({"tests__test_sh": "python3 main.py", **MODULES}, (0.0, "ok", "ModuleNotFoundError: No module named 'other'")),
+        ({"tests__test_sh": "python3 main.py", **MODULES, "toml": "[verifier]\nguard = false"}, (1.0, "ok", "7")),
         ({"tests__test_sh": "sleep 60", "toml": "[verifier]\ntimeout_sec = 0.5"}, (0.0, "timeout", "the tests took more than 0.5 s")),
         (
             {"tests__test_sh": "cd /tests; seq 1 110000 | xargs touch; sleep 9"},
