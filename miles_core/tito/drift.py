@@ -67,8 +67,8 @@ def measure(renderer: Renderer, kept_T: np.ndarray, sampled_T: np.ndarray, fresh
             kinds.append("assistant_text" if sampled_T[a.start - 1] else "special_type")
         if not np.array_equal(kept_T[a], fresh_T[b]):
             said, says = renderer.encoder.decode(kept_T[a]), renderer.encoder.decode(fresh_T[b])
-            opened = np.array_equal(kept_T[max(a.start - len(header), 0) : a.start], header) and said.startswith(text)
-            assistants = opened or bool(sampled_T[a].any())
+            opened = len(header) > 0 and np.array_equal(kept_T[max(a.start - len(header), 0) : a.start], header)
+            assistants = (opened and said.startswith(text)) or bool(sampled_T[a].any())
             kinds.append("other_text" if not assistants else "retokenised" if said == says else "assistant_text")
         for kind in kinds:
             counts[kind] += 1
@@ -97,7 +97,7 @@ def _segments(mark_T: np.ndarray) -> list[slice]:
 
 
 def _assistant_header(renderer: Renderer) -> tuple[np.ndarray, str]:
-    """What stands before an assistant's text: ids up to the last mark, and the text after it."""
+    """What stands before an assistant's text: ids up to the last mark, none if the format has no header; and the text after them."""
     ids = renderer.generation_ids()
     last = max(np.flatnonzero(_is_mark(renderer, ids)).tolist(), default=-1) + 1
     return ids[:last], renderer.encoder.decode(ids[last:]).rstrip()

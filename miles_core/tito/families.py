@@ -4,7 +4,7 @@ A family renders only messages that were appended. It never writes an earlier tu
 (thinking of earlier turns, above all). `verify.py` compares each with the template of the model at hand.
 
 The formats are those of the models' own chat templates and model cards: SmolLM2, Qwen2.5, Qwen3, Qwen3-Coder, Llama 3.x, DeepSeek-V3,
-GLM-4.5.
+DeepSeek-V3.1, GLM-4.5, GLM-4.6.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ _TOOL_TURN: list[Message] = [
     {"role": "user", "content": "q"},
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "content": "RESULT", "tool_call_id": "call00000", "name": "f"},
+]
+_ANSWERED: list[Message] = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "SAID"},
+    {"role": "user", "content": "q"},
 ]
 
 
@@ -139,30 +144,47 @@ class Llama3(Family):
 
 @dataclass(frozen=True)
 class DeepSeekV3(Family):
-    """<｜User｜>text<｜Assistant｜>text<｜end▁of▁sentence｜>. An answer follows the results of tools without a header."""
+    """<｜User｜>text<｜Assistant｜>text<｜end▁of▁sentence｜>. An answer follows the results of tools without a header.
+
+    `old`: as in V3, results stand between marks of their own, and a call is a function with fenced arguments. In V3.1 neither is so.
+    `unthought`: what an assistant message without reasoning begins with.
+    """
+
+    old: bool = True
+    unthought: str = ""
+
+    def adapt(self, probe: Probe) -> Family:
+        unthought = probe(_ANSWERED).partition("<｜Assistant｜>")[2].partition("SAID")[0]
+        old = "<｜tool▁outputs▁begin｜>" in probe(_TOOL_TURN)
+        call = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>" + ("function<｜tool▁sep｜>" if old else "")
+        return replace(self, old=old, unthought=unthought, call=call)
 
     def later(self, last: str, messages: list[Message], generation: str, nothink: bool) -> str:
-        end = self.ends[0]
+        end, header = self.ends[0], "<｜Assistant｜>"
         text = "" if last == end else end
         after_tool = False
         for is_tool, run in _runs(messages):
             if is_tool:
-                results = "\n".join(f"<｜tool▁output▁begin｜>{message['content']}<｜tool▁output▁end｜>" for message in run)
-                text += f"<｜tool▁outputs▁begin｜>{results}<｜tool▁outputs▁end｜>"
+                results = ("\n" if self.old else "").join(f"<｜tool▁output▁begin｜>{m['content']}<｜tool▁output▁end｜>" for m in run)
+                text += f"<｜tool▁outputs▁begin｜>{results}<｜tool▁outputs▁end｜>" if self.old else results
                 after_tool = True
                 continue
             for message in run:
                 if message["role"] == "system":
                     raise SessionError(400, "this model's chat format has system messages at the start only")
-                header = "<｜User｜>" if message["role"] == "user" else "" if after_tool else "<｜Assistant｜>"
-                text += header + self._body(message) + (end if message["role"] == "assistant" else "")
+                if message["role"] == "user":
+                    text += "<｜User｜>" + message["content"]
+                else:
+                    text += ("" if after_tool else header + self.unthought) + self._body(message) + end
                 after_tool = False
-        return text + ("" if after_tool else generation)
+        # Some templates write the header with the user's message, and then it is not in the generation prompt.
+        return text + ("" if after_tool else generation if header in generation else header + generation)
 
     def _body(self, message: Message) -> str:
-        form = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n%s\n```<｜tool▁call▁end｜>"
-        calls = "\n".join(form % (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ()))
-        return message["content"] + (f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>" if calls else "")
+        form = "function<｜tool▁sep｜>{}\n```json\n{}\n```" if self.old else "{}<｜tool▁sep｜>{}"
+        calls = [form.format(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        spelt = ("\n" if self.old else "").join(f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>" for call in calls)
+        return message["content"] + (f"<｜tool▁calls▁begin｜>{spelt}<｜tool▁calls▁end｜>" if calls else "")
 
 
 @dataclass(frozen=True)
@@ -176,7 +198,7 @@ class GLM45(Family):
     unthought: str = "<think></think>"
 
     def adapt(self, probe: Probe) -> Family:
-        text = probe([{"role": "user", "content": "q"}, {"role": "assistant", "content": "SAID"}, {"role": "user", "content": "q"}])
+        text = probe(_ANSWERED)
         newline = "\n" if "<|user|>\n" in text else ""
         unthought = text.partition("<|assistant|>")[2].partition("SAID")[0].strip("\n")
         return replace(self, newline=newline, unthought=unthought, call=newline + "<tool_call>")
@@ -226,7 +248,6 @@ FAMILIES: dict[str, Family] = {
             ("<｜end▁of▁sentence｜>",),
             _DEEPSEEK_MARKS,
             ("<think>", "</think>", *_DEEPSEEK_CALLS[:5]),
-            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         ),
         GLM45("glm-4.5", ("<|user|>", "<|observation|>", "<|endoftext|>"), _GLM_MARKS, _GLM_CALLS, header_ends=True),
     )

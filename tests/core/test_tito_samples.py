@@ -251,6 +251,13 @@ def test_every_class_of_drift_is_told_from_the_others() -> None:
     assert found(renderer, respelt, mask, fresh) == {"retokenised": 1}
 
 
+def test_without_a_header_of_answers_nothing_but_sampled_text_is_the_assistants() -> None:
+    renderer = Renderer(tokenizer_of("default"), "default")
+    kept = renderer.first([user("what")], None, {}).tokens
+    fresh = renderer.first([user("that")], None, {}).tokens
+    assert found(renderer, kept, np.zeros(len(kept), bool), fresh) == {"other_text": 1}
+
+
 def test_a_template_that_refuses_what_was_said_is_counted() -> None:
     episode = Episode("llama3")
     reply = episode.chat([user("a")])

@@ -26,6 +26,69 @@ def test_a_family_is_proven_for_its_format(family: str) -> None:
     assert verify.renderer_for(tokenizer_of(family)).name == family
 
 
+SPELLINGS = {
+    # as DeepSeek-V3.1 differs from V3
+    "no thinking": (
+        "deepseek-v3",
+        [
+            ("{% if not after_tool %}{{ '<｜Assistant｜>' }}", "{% if not after_tool %}{{ '<｜Assistant｜></think>' }}"),
+            ("role != 'tool' %}{{ '<｜Assistant｜>' }}", "role != 'tool' %}{{ '<｜Assistant｜></think>' }}"),
+            ("'\\n' if after_tool else '<｜tool▁outputs▁begin｜>'", "''"),
+            ("{{ '<｜tool▁outputs▁end｜>' }}", ""),
+            ("function<｜tool▁sep｜>' + c.function.name", "' + c.function.name + '<｜tool▁sep｜>'"),
+            ("+ '\\n```json\\n' }}", "}}"),
+            (" + '\\n```<｜tool▁call▁end｜>'", " + '<｜tool▁call▁end｜>'"),
+            ("loop.first else '\\n'", "loop.first else ''"),
+        ],
+    ),
+    # as some templates of V3 do
+    "header with the user's message": (
+        "deepseek-v3",
+        [
+            ("'<｜User｜>' + m.content", "'<｜User｜>' + m.content + '<｜Assistant｜>'"),
+            ("{% if not after_tool %}{{ '<｜Assistant｜>' }}{% endif %}", ""),
+            ("and talk[-1].role != 'tool'", "and false"),
+        ],
+    ),
+    # as GLM-4.7 differs from 4.5
+    "no newlines": (
+        "glm-4.5",
+        [
+            ("\\n", ""),
+            ("'<|assistant|><think>' }}", "'<|assistant|></think>' }}"),
+            ("((m.reasoning_content or '') if loop.index0 > ns.asked else '') + '</think>'", "''"),
+            ("('/nothink' if slow and m.role == 'user' else '')", "''"),
+            ("'<think></think>'", "'</think>'"),
+        ],
+    ),
+    "results that are not quoted": ("llama3", [("(m.content | tojson)", "m.content")]),
+    "results as turns of their own": (
+        "chatml",
+        [
+            ("{% if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}", "{{ '<|im_start|>tool' }}"),
+            ("'\\n<tool_response>\\n' + m.content + '\\n</tool_response>'", "'\\n' + m.content"),
+            ("{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}", "{{ '<|im_end|>\\n' }}"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_family_adapts_to_the_spellings_of_its_models(spelling: str) -> None:
+    family, changes = SPELLINGS[spelling]
+    tokenizer = hf.load_tokenizer(model_dir(family))
+    for old, new in changes:
+        assert old in tokenizer.chat_template, old
+        tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
+    proof = verify.prove(Renderer(tokenizer, family))
+    assert proof.hard == [] and proof.cuts > 80, proof.first
+    assert fingerprint(tokenizer.chat_template) == family
+    unadapted = Renderer(tokenizer, family)
+    unadapted.family = FAMILIES[family]
+    if "user's message" not in spelling:
+        assert verify.prove(unadapted).hard
+
+
 def test_what_the_families_cannot_append_is_refused_and_nothing_else_is() -> None:
     refused = {family: set(verify.prove(Renderer(tokenizer_of(family), family)).refused) for family in FAMILIES}
     assert refused["chatml"] == refused["qwen3"] == refused["glm-4.5"] == set()
