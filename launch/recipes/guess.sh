@@ -9,7 +9,7 @@ model="$launch/../models/guess"
 if [ ! -f "$model/config.json" ]; then
   "$launch/install.sh"
   trap 'rm -rf "$model.partial"' EXIT
-  "$launch/recipes/tiny_sft.sh" --task guess --out "$model.partial"
+  "$launch/recipes/tiny_sft.sh" --task guess --dense --out "$model.partial"
   mv -T "$model.partial" "$model"
 fi
 exec "$launch/run.sh" \
