@@ -350,6 +350,7 @@ class Init:
             if self.shell is None or pid != self.shell.pid:
                 lines += describe(pid)
         self.kill_all()
+        assert not pids(), f"processes that do not end: {pids()}"
         self.drop_shell()
         wipe("/tests")
         wipe("/logs")
@@ -383,8 +384,7 @@ def main() -> None:
     assert os.getpid() == 1, "this is process 1 of a sandbox: miles_core/tasks/sandbox.py starts it"
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # for all in here: a machine short of memory ends a sandbox, not the job
-    failed = _ctypes.call_function(_ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl"), (_PR_SET_DUMPABLE, 0, 0, 0, 0))
-    assert not failed, "prctl(PR_SET_DUMPABLE)"
+    assert _ctypes.call_function(_ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl"), (_PR_SET_DUMPABLE, 0, 0, 0, 0)) == 0
     os.closerange(3, 1024)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no handler: so `kill -INT 1` is dropped
     while os.open(os.devnull, os.O_RDONLY) < 8:
