@@ -16,7 +16,7 @@ from tito_models import FakeBackend, FakeTurn, sampling, tokenizer_of
 from miles_core.schema import FINISH_REASONS, VERDICTS, group_nbytes, read_group, write_group
 from miles_core.tito import drift, samples
 from miles_core.tito.backend import TurnRequest
-from miles_core.tito.corpus import TOOLS
+from miles_core.tito.corpus import CORPUS, TOOLS, Conversation
 from miles_core.tito.errors import SessionError
 from miles_core.tito.families import FAMILIES
 from miles_core.tito.render import Renderer
@@ -206,6 +206,30 @@ def test_whatever_ends_an_answer_there_is_no_hard_drift(family: str) -> None:
     episode.session.finish(1.0)
     (sample,) = samples.collect(episode.session)
     assert sample.drift.hard == 0, sample.drift
+
+
+@pytest.mark.parametrize("talk", CORPUS, ids=lambda talk: talk.name)
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_whole_episodes_have_no_hard_drift(family: str, talk: Conversation) -> None:
+    """A model that says what the template would write: its answers go through the parser and back, as the client's messages."""
+    episode, messages, done = Episode(family), [], 0
+    renderer = episode.renderer
+    for i in [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]:
+        try:
+            answer = renderer.sampled(talk.messages[: i + 1], talk.tools, talk.template_kwargs).tolist()
+            if renderer.family.header_ends and i + 1 < len(talk.messages) and talk.messages[i + 1]["role"] == "tool":
+                answer[-1] = renderer.encoder.control["<|observation|>"]
+            episode.session.backend.say = lambda _, answer=answer: (answer, "stop")
+            messages += [{key: x for key, x in message.items() if key != "tool_call_id"} for message in talk.messages[done:i]]
+            reply = episode.chat(messages, tools=talk.tools, template_kwargs=talk.template_kwargs, params=sampling(1000))
+        except SessionError as error:
+            assert (family, talk.name) in (("llama3", "parallel calls"), ("deepseek-v3", "system in the middle")), error
+            break
+        messages, done = [*messages, reply.message], i + 1
+    episode.session.finish(1.0)
+    for sample in samples.collect(episode.session):
+        assert sample.leaf.depth > 0 and sample.drift.hard == sample.drift.refused == 0, sample.drift
+    assert len(episode.session.tree.leaves) <= 1
 
 
 def two_turns() -> tuple[Renderer, np.ndarray, np.ndarray, np.ndarray]:

@@ -17,10 +17,11 @@ import pytest
 from tito_models import sampling
 from tito_sessions import END, RENDERER, all_ids, chat, ids_of, open_session, refused, user
 
+from miles_core.tito.backend import TurnResult
 from miles_core.tito.corpus import TOOLS
 from miles_core.tito.errors import SessionError
-from miles_core.tito.session import Reply, Session
-from miles_core.tito.tree import MAX_PATHS, Limits, Node
+from miles_core.tito.session import Reply
+from miles_core.tito.tree import MAX_PATHS, Limits, Node, SessionTree
 
 
 def test_a_conversation_goes_on_from_its_own_tokens() -> None:
@@ -166,51 +167,50 @@ def test_requests_that_overlap_become_branches() -> None:
 
 
 class Cost:
-    """Operations of one turn, without the model: calls of Python and C functions, characters tokenised, characters digested."""
+    """Operations of one turn: calls of Python and of C functions, and characters tokenised. What C does inside a call is not seen: the one
+    comparison of what the client sent with what is known, and the one copy of the ids."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = self.encoded = 0
         encode = RENDERER.encoder.encode
-        monkeypatch.setattr(RENDERER.encoder, "encode", lambda text, mark: self._count(text) or encode(text, mark))
+        monkeypatch.setattr(RENDERER.encoder, "encode", lambda text, mark: self._tokenise(text) or encode(text, mark))
 
-    def _count(self, text: str) -> None:
+    def _tokenise(self, text: str) -> None:
         self.encoded += len(text)
 
-    def of(self, session: Session, messages: list[dict]) -> tuple[Reply, int, int]:
+    def _count(self, frame: Any, event: str, argument: Any) -> None:
+        self.calls += event in ("call", "c_call")
+
+    def of(self, tree: SessionTree, messages: list[dict], result: TurnResult, said: dict) -> tuple[int, int]:
         self.calls = self.encoded = 0
-
-        def count(frame: Any, event: str, argument: Any) -> None:
-            self.calls += event in ("call", "c_call")
-
-        prepared = None
-        sys.setprofile(count)
+        sys.setprofile(self._count)
         try:
-            prepared = session.tree.prepare(messages)
+            prepared = tree.prepare(messages)
+            with tree.attempt(prepared.node) as attempt:
+                tree.commit(prepared, result, said, attempt)
         finally:
             sys.setprofile(None)
-        half, encoded = self.calls, self.encoded
-        reply = chat(session, messages)
-        assert session.backend.turns[-1].request.tokens.tolist() == prepared.tokens.tolist()
-        return reply, half, encoded
+        return self.calls, self.encoded
 
 
 @pytest.mark.parametrize("over_http", [False, True])
 def test_turn_100_costs_what_turn_5_costs(over_http: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, messages, cost, calls, encoded = open_session(), [user("question 000")], Cost(monkeypatch), [], []
-    session.backend.say = lambda _: ([*ids_of("the same answer"), END], "stop")
+    tree, messages, cost, costs = SessionTree(RENDERER, Limits()), [user("question 000")], Cost(monkeypatch), []
+    ids = np.array([*ids_of("the same answer"), END], np.int32)
+    result = TurnResult(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop", 0)
+    said = {"role": "assistant", "content": "the same answer"}
     for turn in range(1, 101):
-        sent = json.loads(json.dumps(messages)) if over_http else messages
-        if over_http:  # as clients echo it
-            sent = [{**m, "refusal": None} if m["role"] == "assistant" else m for m in sent]
-        reply, called, characters = cost.of(session, sent)
-        calls.append(called)
-        encoded.append(characters)
-        messages += [reply.message, user(f"question {turn:03}")]
-    assert calls[99] <= 1.5 * calls[4], (calls[4], calls[99])
-    assert encoded[99] <= 1.5 * encoded[4]
-    kept = sum(node.prompt.nbytes + node.sampled.nbytes for node in session.tree.nodes)
-    assert kept == 4 * session.tree.num_tokens == 4 * session.tree.nodes[-1].num_tokens
-    assert len(session.tree._paths) == 1 and session.tree._paths[0]._ids.nbytes <= 3 * kept
+        sent = messages
+        if over_http:  # other objects every time, and answers as clients echo them
+            sent = [{**m, "refusal": None} if m["role"] == "assistant" else m for m in json.loads(json.dumps(messages))]
+        costs.append(cost.of(tree, sent, result, said))
+        messages += [said, user(f"question {turn:03}")]
+    (calls, encoded), (calls_100, encoded_100) = costs[4], costs[99]
+    assert calls > 50 and calls_100 <= 1.5 * calls, (calls, calls_100)
+    assert encoded > 0 and encoded_100 <= 1.5 * encoded
+    kept = sum(node.prompt.nbytes + node.sampled.nbytes for node in tree.nodes)
+    assert kept == 4 * tree.num_tokens == 4 * tree.nodes[-1].num_tokens and len(tree.nodes) == 101
+    assert len(tree._paths) == 1 and tree._paths[0]._ids.nbytes <= 3 * kept
 
 
 def test_paths_that_were_let_go_are_found_again() -> None:
