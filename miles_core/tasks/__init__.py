@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.tasks import arithmetic, gsm8k, guess, reasoning_gym, sort
+from miles_core.tasks import arithmetic, gsm8k, guess, reasoning_gym, shell, sort
 from miles_core.tasks.base import SPLITS, Task, one_user_turn, unknown
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from miles_core.schema import Prompt
 
 __all__ = ["SPLITS", "Task", "encode", "load", "make_prompt", "user_prompt"]
-_TASKS = {"sort": sort.task, "arithmetic": arithmetic.task, "gsm8k": gsm8k.task, "guess": guess.task}
+_TASKS = {"sort": sort.task, "arithmetic": arithmetic.task, "gsm8k": gsm8k.task, "guess": guess.task, "shell": shell.task}
 _GYM = "reasoning-gym:"
 
 

@@ -3,7 +3,8 @@
     async def run(session, prompt, metadata):                    # prompt: chat messages; metadata: what the task's reward needs
         reply = await session.chat(prompt)
         ...
-        return {"reward": 1.0}                                   # or None: the task's reward judges the last answer
+        return {"reward": 1.0}                                   # or None: the task's reward judges the last answer. A "verdict" of
+                                                                 # its own (DESIGN 4.9) and a "detail" for people may stand beside it
 
     episodes = Episodes(run, make_session, params, max_turns=8, timeout_s=60)
     episodes.start(group, sample, messages, metadata)
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.engine.sequence import SamplingParams
+from miles_core.schema import VERDICTS
 from miles_core.tito.errors import SessionError
 from miles_core.tito.session import Reply, Session
 
@@ -127,7 +129,7 @@ class Episodes:
         try:
             async with asyncio.timeout(self.timeout_s):
                 returned = await self.agent(AgentSession(session, self.params, self.max_turns), messages, metadata)
-            reward = _reward(returned)
+            reward, verdict, detail = _judged(returned)
         except EpisodeOver as over:
             detail = str(over)
         except TimeoutError:
@@ -140,14 +142,15 @@ class Episodes:
         self.outcomes.append(Outcome(group, sample, session, verdict, reward, text, detail))
 
 
-def _reward(returned: dict | None) -> float | None:
-    """The reward that an agent gave, if it gave one. ValueError for anything else than a finite number."""
-    if returned is None or returned.get("reward") is None:
-        return None
-    reward = float(returned["reward"])
-    if not math.isfinite(reward):
+def _judged(returned: dict | None) -> tuple[float | None, str, str]:
+    """(reward, verdict, detail) of what an agent returned. ValueError for a reward that is no finite number, and an unknown verdict."""
+    returned = returned or {}
+    verdict, reward = returned.get("verdict", "ok"), returned.get("reward")
+    if verdict not in VERDICTS:
+        raise ValueError(f"the agent returned the verdict {verdict!r}; known are {', '.join(VERDICTS)}")
+    if reward is not None and not math.isfinite(reward := float(reward)):
         raise ValueError(f"the agent returned the reward {reward}")
-    return reward
+    return reward, verdict, str(returned.get("detail", ""))
 
 
 def load_agent(name: str) -> Agent:
