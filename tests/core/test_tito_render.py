@@ -91,9 +91,9 @@ def test_all_noncharacters_at_once_are_refused() -> None:
 
 
 def test_an_answer_that_was_not_ended_is_ended_by_the_next_turn() -> None:
-    for name in FAMILIES:
+    for name in NAMES:
         renderer = renderer_of(name)
-        end = renderer.encoder.control[renderer.family.ends[0]]
+        end = renderer.encoder.control[renderer.family.ends[0]] if renderer.family.ends else renderer.tokenizer.eos_token_id
         open_, ended = (renderer.later(last, [say("user", "q")], None, {}).tokens for last in (renderer.tokenizer.encode("x")[0], end))
         assert open_.tolist() == [end, *ended.tolist()], name
 

@@ -95,7 +95,7 @@ def test_matchers(matcher: Any, same: bool) -> None:
 def test_a_client_that_edits_its_own_list_in_place_does_not_edit_the_session(edited: int) -> None:
     session, messages = open_session(), [user("a")]
     first = chat(session, messages)
-    messages += [first.message, user("b")]
+    messages += [{**first.message, "refusal": None}, user("b")]  # a new spelling, which the session remembers
     chat(session, messages)
     messages[edited]["content"] = "forged"
     assert chat(session, messages).node.parent is session.tree.root
