@@ -262,7 +262,7 @@ def make_player(config: Config, inputs: Inputs, engine: Engine) -> Player:
     params = sampling_params(config, inputs)
     if not (name := agent_name(config, inputs.task)):
         return Player(engine, params)
-    renderer = renderer_for(inputs.tokenizer)
+    renderer = renderer_for(inputs.tokenizer, ends=inputs.stop_token_ids)
     return Player(
         engine, params, load_agent(name), renderer,
         max_context=inputs.max_context, max_turns=config.max_turns, timeout_s=config.episode_timeout,
@@ -320,7 +320,7 @@ def serve_sessions(config: Config, inputs: Inputs, engine: Engine) -> None:
     from miles_core.tito.sessions import Sessions
 
     backend = EngineBackend(engine)
-    sessions = Sessions(renderer_for(inputs.tokenizer), backend, max_context=inputs.max_context)
+    sessions = Sessions(renderer_for(inputs.tokenizer, ends=inputs.stop_token_ids), backend, max_context=inputs.max_context)
     app = make_app(sessions, sampling_params(config, inputs), model=config.model, token=os.environ.get("MILES_SERVE_TOKEN"))
     with serve(app, config.serve_host, config.serve_port) as server:
         print(f"serving {config.model} at {server.url}: POST {server.url}/sessions for a base URL", flush=True)
