@@ -265,7 +265,7 @@ def make_player(config: Config, inputs: Inputs, engine: Engine) -> Player:
     renderer = renderer_for(inputs.tokenizer, ends=inputs.stop_token_ids)
     return Player(
         engine, params, load_agent(name), renderer,
-        max_context=inputs.max_context, max_turns=config.max_turns, timeout_s=config.episode_timeout,
+        max_context=inputs.max_context, max_turns=config.max_turns, timeout_s=config.episode_timeout, strict=config.parity == "strict",
     )  # fmt: skip
 
 

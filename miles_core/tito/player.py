@@ -44,12 +44,16 @@ def last_leaf(tree: SessionTree) -> list[Node]:
 
 
 class Player:
-    """One on each rollout rank. `max_context`, `max_turns` and `timeout_s` bound the episodes of an agent."""
+    """One on each rollout rank. `max_context`, `max_turns` and `timeout_s` bound the episodes of an agent.
+
+    `strict`: an episode whose tokens are not those of a fresh rendering, beyond what the model wrote itself, stops the run (DESIGN 4.8).
+    """
 
     def __init__(
         self, engine: Engine, params: SamplingParams, agent: Agent | None = None, renderer: Renderer | None = None,
-        *, max_context: int = 0, max_turns: int = 1, timeout_s: float = 60.0,
+        *, max_context: int = 0, max_turns: int = 1, timeout_s: float = 60.0, strict: bool = False,
     ):  # fmt: skip
+        self.strict = strict
         self.engine, self.params, self.renderer, self.max_context = engine, params, renderer, max_context
         self.backend = EngineBackend(engine)
         self.episodes = Episodes(agent, self._session, params, max_turns=max_turns, timeout_s=timeout_s) if agent is not None else None
@@ -91,7 +95,7 @@ class Player:
         )  # fmt: skip
 
     def _end(self, outcome: Outcome) -> list[Answer]:
-        """The answer of an episode; none if it is played again. RuntimeError when its agent never gets as far as a turn."""
+        """The answer of an episode; none if it is played again. RuntimeError when its agent never gets to a turn, or by drift."""
         key = outcome.group, outcome.sample
         prompt = self.prompts.pop(key)
         if outcome.detail and outcome.verdict != "ok":
@@ -103,6 +107,8 @@ class Player:
             self.add(prompt, outcome.sample)
             return []
         del self.starts[key]
+        if self.strict and (drift := samples[-1].drift).hard:
+            raise RuntimeError(f"group {key[0]} sample {key[1]}: the tokens of the session drifted from their messages: {drift}")
         trajectory, rows = samples[-1].trajectory, samples[-1].routes
         routes = None if rows is None else encode(rows.rows_RLK, np.arange(len(trajectory.tokens)) < len(rows.rows_RLK))
         return [Answer(trajectory, outcome.text, routes, outcome.reward, outcome.verdict)]

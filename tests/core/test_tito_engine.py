@@ -219,3 +219,15 @@ def test_how_episodes_end(renderer: Renderer) -> None:
 
     with pytest.raises(RuntimeError, match=f"group 7 sample 0: {MAX_STARTS} episodes ended before their first turn: not one turn"):
         played(never, renderer, num=1)
+
+
+def test_tokens_that_are_not_those_of_the_messages_stop_a_strict_run(renderer: Renderer) -> None:
+    async def tampered(session: AgentSession, prompt: list[dict], metadata: dict) -> dict:
+        await session.chat(prompt)
+        tokens = session._session.tree.nodes[1].prompt
+        tokens[tokens == renderer.encoder.control["<|im_start|>"]] = renderer.encoder.control["<|im_end|>"]
+        return {"reward": 1.0}
+
+    assert len(played(tampered, renderer)) == 3
+    with pytest.raises(RuntimeError, match="group 7 sample 0: the tokens of the session drifted from their messages: Drift"):
+        played(tampered, renderer, num=1, strict=True)
