@@ -195,7 +195,7 @@ def test_data_is_asked_for_and_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_names_say_the_nearest_and_the_list(gym: None) -> None:
-    with pytest.raises(ValueError, match=r"unknown --task arithmetics; did you mean arithmetic\? \(known: sort, arithmetic, gsm8k, guess, shell, reas"):
+    with pytest.raises(ValueError, match=r"arithmetics; did you mean arithmetic\? \(known: sort, arithmetic, gsm8k, guess, shell, reas"):
         tasks.load("arithmetics", 0)
     with pytest.raises(ValueError, match=r"did you mean reasoning-gym:say\? \(known: reasoning-gym:broken, reasoning-gym:say\)"):
         tasks.load("reasoning-gym:sai", 0)
