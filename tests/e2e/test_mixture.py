@@ -30,7 +30,7 @@ def task(seed, data):
 
 def test_fifty_strict_steps(tmp_path: Path) -> None:
     """Sampler and trainer agree about every log-prob and every expert, on every step: each holds the other to it."""
-    ended = succeed(tmp_path, "--steps", 50, "--rollout-ranks-per-node", 0, "--eval-prompts", 0, "--run-dir", "run")
+    ended = succeed(tmp_path, "--steps", 50, "--rollout-ranks-per-node", 0, *SMALL)
     assert ended.out.count("route_diff 0.00%") == 50
     lines = steps(tmp_path / "run")
     assert len(lines) == 50

@@ -28,7 +28,7 @@ def http(url: str, body: dict | None = None) -> dict:
         return json.load(answer)
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(0, ()), (3, ("--rollout-ranks-per-node", 2)), (2, ("--on-update", "keep"))])
+@pytest.mark.parametrize(("ranks", "flags"), [(3, ("--rollout-ranks-per-node", 2)), (0, ("--max-staleness", 1, "--on-update", "keep"))])
 def test_a_task_of_several_turns_is_trained_on(tmp_path: Path, ranks: int, flags: tuple) -> None:
     """The embedded policy has never seen the game: its tokens are what is looked at, not its luck."""
     ended = succeed(tmp_path, *GUESS, "--steps", 4, "--eval-prompts", 4, "--run-dir", "run", *flags, ranks=ranks)
