@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 
-from miles_core.tasks import terminal
 from miles_core.tasks.base import Task
 
 HELD_OUT_ONE_IN = 5
 
 
 def task(seed: int, data: str, eval_data: str) -> Task:
+    from miles_core.tasks import terminal  # here: `python -m miles_core.tasks.terminal` must not find itself imported already
+
     every = terminal.load_all(data or terminal.TASKS)
     held_out = terminal.load_all(eval_data) if eval_data else every[::HELD_OUT_ONE_IN]
     splits = {"eval": held_out, "train": every if eval_data else [t for t in every if t not in held_out] or every}
