@@ -32,7 +32,10 @@ def write_model(path: Path, tensors: Tensors) -> None:
     """What hf.load reads; hf.save itself would bring transformers into every process here, for the tokenizer."""
     path.mkdir()
     shutil.copy(TINY / "config.json", path)
-    named = {name if name == "lm_head.weight" else f"model.{name}": tensor for name, tensor in tensors}
+    named, config = {}, hf.load_config(TINY)
+    for name, tensor in tensors:
+        for file_name, piece in zip(hf.file_names(name, config), tensor if tensor.ndim == 3 else [tensor], strict=True):
+            named[f"model.{file_name}"] = piece.contiguous()
     (path / "model.safetensors").write_bytes(save(named))
 
 
