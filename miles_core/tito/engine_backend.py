@@ -1,4 +1,5 @@
-"""The engine behind `tito.backend`: sessions live on an event loop of another thread, the engine stays with the thread that steps it.
+"""The engine behind `tito.backend`: the engine stays with the thread that steps it, sessions live on an event loop of that thread (agents) or
+of another one (the server).
 
     backend = EngineBackend(engine)
     turn = backend.submit(request)         # on the event loop
