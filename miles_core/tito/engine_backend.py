@@ -1,4 +1,4 @@
-"""The engine behind `tito.backend`: the engine stays with the thread that steps it, sessions live on an event loop of that thread (agents) or
+"""The engine behind `tito.backend`. It stays with the thread that steps it; sessions live on an event loop, of the same thread (agents) or
 of another one (the server).
 
     backend = EngineBackend(engine)
