@@ -73,6 +73,11 @@ class AgentSession:
         """Tokens that still fit into the context."""
         return self._session.budget_left
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the model's chat template tells it what tools there are; else an agent has to."""
+        return self._session.renderer.shows_tools
+
     async def chat(
         self, messages: list[dict], *, tools: list[dict] | None = None, tool_choice: str = "auto",
         max_tokens: int | None = None, stop: tuple[str, ...] = (),
