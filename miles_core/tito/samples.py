@@ -56,14 +56,16 @@ def last_attempts(tree: SessionTree) -> list[Node]:
     return sorted(leaves, key=lambda node: node.number)
 
 
-def collect(session: Session, picker: Picker = last_attempts) -> list[Sample]:
-    """One sample for each leaf that `picker` keeps; the reward and the verdict of the session in each.
+def collect(session: Session, picker: Picker = last_attempts, max_branches: int | None = None) -> list[Sample]:
+    """One sample for each leaf that `picker` keeps, the latest `max_branches` of them; the session's reward and verdict in each.
 
     Tokens that several leaves share are trained in the first of them, and masked in the others. Turns that were sampled from another
     distribution (temperature, top_p, top_k) than the leaf's last one become a sample of their own: a trajectory has one distribution.
     """
+    leaves = picker(session.tree)
+    dropped = 0 if max_branches is None else max(len(leaves) - max_branches, 0)
     samples, trained = [], set()
-    for leaf in picker(session.tree):
+    for leaf in leaves[dropped:]:
         branch = leaf.branch()
         new = [node for node in branch if node.number not in trained]
         for distribution in dict.fromkeys(_distribution(node) for node in reversed(new)):
@@ -71,6 +73,10 @@ def collect(session: Session, picker: Picker = last_attempts) -> list[Sample]:
             end = max(i for i, node in enumerate(branch) if node.number in mine)
             samples.append(_sample(session, branch[: end + 1], mine))
         trained |= {node.number for node in new}
+    episode_tokens = sum(sample.trajectory.num_trained for sample in samples)
+    for sibling, sample in enumerate(samples):
+        t = sample.trajectory
+        t.sibling, t.episode_tokens, t.branches_dropped = sibling, episode_tokens, dropped
     return samples
 
 
