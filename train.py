@@ -193,8 +193,8 @@ class Trainer:
             self.model, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.steps,
         )  # fmt: skip
-        names = [f.name for f in dataclasses.fields(loss.LossParams)]
-        self.loss_params = loss.LossParams(**{name: getattr(config, name) for name in names})
+        flags = {f.name: getattr(config, f.name) for f in dataclasses.fields(loss.LossParams)}
+        self.loss_params = loss.LossParams(**flags | {"max_new_tokens": config.max_new_tokens * inputs.max_turns})
         self.gate = parity.Gate(config.parity, config.on_update, synchronous=config.max_staleness == 0)
         self.routes = ExpertRoutes(
             inputs.model_config.moe, config.routing_replay, config.router_balance_coef, config.router_z_coef, config.router_bias_rate,
