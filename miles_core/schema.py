@@ -19,7 +19,7 @@ In a Batch, T and M count over all packed sequences and S is the number of seque
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from miles_core.digest import BLOCK, signed
 
 
 class Field(NamedTuple):
-    """One row of FIELDS. `shape` is "scalar", "T" (one value a token) or "R2" / "U" (a short array of its own length)."""
+    """One row of FIELDS. `shape` is "scalar", "T" (one value a token) or "R2" / "U" / "D" (a short array of its own length)."""
 
     name: str
     dtype: str
@@ -48,7 +48,8 @@ FIELDS = (
     Field("advantage", "float32", "scalar"),
     Field("verdict", "int32", "scalar"),  # index into VERDICTS
     Field("finish", "int32", "scalar"),  # index into FINISH_REASONS
-    Field("cached", "int32", "scalar"),  # prompt tokens that came from the prefix cache
+    Field("cached", "int32", "scalar"),  # prompt tokens of the turns it trains that came from the prefix cache
+    Field("cached_later", "int32", "scalar"),  # ... without a turn that begins the conversation
     Field("temperature", "float32", "scalar"),  # the distribution that was sampled from ...
     Field("top_p", "float32", "scalar"),
     Field("top_k", "int32", "scalar"),  # ... 0 = off
@@ -60,11 +61,13 @@ FIELDS = (
     Field("logp_roll", "float32", "T"),  # sampler's log-prob; 0 where loss_mask is 0
     Field("version", "int32", "R2"),  # rows (version, count) over the M sampled tokens, in order
     Field("turns", "int32", "U"),  # lengths of the alternating prompt / answer stretches; they sum to T
+    Field("drift", "int32", "D"),  # how often its tokens differ from a fresh rendering, by class of DRIFTS; empty where no agent played
 )
 SCALARS = tuple(f for f in FIELDS if f.shape == "scalar")
 ARRAYS = tuple(f for f in FIELDS if f.shape != "scalar")
 VERDICTS = ("ok", "timeout", "infra_error", "no_verdict")
 FINISH_REASONS = ("stop", "length")
+DRIFTS = ("special_count", "special_type", "other_text", "assistant_text", "retokenised", "refused")  # told apart in tito/drift.py
 NO_OWNER = -1
 
 
@@ -102,6 +105,7 @@ class Trajectory:
     episode_tokens: int = 0  # 0 = an episode of this trajectory alone
     branches_dropped: int = 0
     cached: int = 0
+    cached_later: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -111,6 +115,7 @@ class Trajectory:
     route_owner: int = NO_OWNER
     route_bytes: int = 0
     route_digest: int = 0
+    drift: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self) -> None:
         if not self.episode_tokens:
@@ -208,15 +213,15 @@ def _aligned(nbytes: int) -> int:
     return (nbytes + 7) & ~7
 
 
-def trajectory_nbytes(num_tokens: int, num_runs: int, num_turns: int) -> int:
+def trajectory_nbytes(num_tokens: int, num_runs: int, num_turns: int, num_drifts: int = len(DRIFTS)) -> int:
     """Bytes that a trajectory of these sizes takes in a ring slot or a journal."""
-    length = {"T": num_tokens, "R2": 2 * num_runs, "U": num_turns}
+    length = {"T": num_tokens, "R2": 2 * num_runs, "U": num_turns, "D": num_drifts}
     return _aligned(_SCALAR_DTYPE.itemsize) + sum(_aligned(length[f.shape] * np.dtype(f.dtype).itemsize) for f in ARRAYS)
 
 
 def group_nbytes(group: list[Trajectory]) -> int:
     """Exact size of `write_group(group, ...)`."""
-    return 8 + sum(trajectory_nbytes(len(t.tokens), len(t.version), len(t.turns)) for t in group)
+    return 8 + sum(trajectory_nbytes(len(t.tokens), len(t.version), len(t.turns), len(t.drift)) for t in group)
 
 
 def write_group(group: list[Trajectory], buffer: memoryview) -> int:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.schema import FINISH_REASONS, VERDICTS, Trajectory
-from miles_core.tito import drift
-from miles_core.tito.drift import Drift
+from miles_core.tito.drift import Drift, measure
 from miles_core.tito.errors import SessionError
 from miles_core.tito.tree import Node, SessionTree
 
@@ -96,6 +95,8 @@ def _sample(session: Session, branch: list[Node], trained: set[int]) -> Sample:
             mask_T[at : at + len(node.sampled)], logp_T[at : at + len(node.sampled)] = 1, node.logp
         at += len(node.sampled)
     version_M = np.concatenate([node.version for node in branch if node.number in trained])
+    cached = [node.cached if node.number in trained else 0 for node in branch]
+    drift = drift_of(session.renderer, branch, tokens)
     temperature, top_p, top_k = _distribution(last)
     trajectory = Trajectory(
         group=session.group,
@@ -106,15 +107,17 @@ def _sample(session: Session, branch: list[Node], trained: set[int]) -> Sample:
         version=run_lengths(version_M),
         turns=np.array(lengths, np.int32),
         finish=FINISH_REASONS.index("length" if last is session.overflowed else last.finish),
-        cached=sum(node.cached for node in branch),
+        cached=sum(cached),
+        cached_later=sum(cached[1:]),
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
         reward=session.reward or 0.0,
         verdict=VERDICTS.index(session.verdict or "no_verdict"),
+        drift=drift.counts,
     )
     trajectory.check()
-    return Sample(trajectory, last, last.routes, drift_of(session.renderer, branch, tokens))
+    return Sample(trajectory, last, last.routes, drift)
 
 
 def run_lengths(version_M: np.ndarray) -> np.ndarray:
@@ -137,4 +140,4 @@ def drift_of(renderer: Renderer, branch: list[Node], tokens_T: np.ndarray) -> Dr
     ends = np.flatnonzero(np.isin(fresh_T, list(renderer.ends)))
     if len(ends) and not renderer.encoder.decode(fresh_T[ends[-1] + 1 :]).strip():
         fresh_T = fresh_T[: ends[-1]]
-    return drift.measure(renderer, tokens_T[:kept], sampled_T[:kept], fresh_T)
+    return measure(renderer, tokens_T[:kept], sampled_T[:kept], fresh_T)
