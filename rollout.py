@@ -169,7 +169,7 @@ class Inputs:
     tokenizer: hf.Tokenizer
     stop_token_ids: tuple[int, ...]
     task: tasks.Task
-    max_context: int  # prompt + answer, tokens; of an episode all of it
+    max_context: int  # prompt + answer, tokens; of an episode each branch, all its turns
     max_turns: int  # answers in it
     max_branches: int  # trajectories that it may become
 

@@ -12,7 +12,7 @@ branch is a trajectory of its own, and the trajectories of an episode are *sibli
 sampled token is trained in one of them: a turn that several branches begin with is masked in all but the first. What is counted by
 episode is counted at sibling 0, so the count does not depend on where siblings land.
 
-Shapes: T tokens of one trajectory, M tokens of it that were sampled (loss_mask == 1), R runs of equal version, U turns.
+Shapes: T tokens of one trajectory, M sampled tokens that it trains (loss_mask == 1), R runs of equal version, U turns, D classes of drift.
 In a Batch, T and M count over all packed sequences and S is the number of sequences.
 """
 
@@ -57,9 +57,9 @@ FIELDS = (
     Field("route_bytes", "int64", "scalar"),
     Field("route_digest", "int64", "scalar"),
     Field("tokens", "int32", "T"),
-    Field("loss_mask", "uint8", "T"),  # 1 exactly on sampled tokens
+    Field("loss_mask", "uint8", "T"),  # 1 exactly on the sampled tokens that it trains
     Field("logp_roll", "float32", "T"),  # sampler's log-prob; 0 where loss_mask is 0
-    Field("version", "int32", "R2"),  # rows (version, count) over the M sampled tokens, in order
+    Field("version", "int32", "R2"),  # rows (version, count) over its M tokens, in order
     Field("turns", "int32", "U"),  # lengths of the alternating prompt / answer stretches; they sum to T
     Field("drift", "int32", "D"),  # how often its tokens differ from a fresh rendering, by class of DRIFTS; empty where no agent played
 )
