@@ -20,40 +20,41 @@ from miles_core.schema import Prompt, Trajectory
 from miles_core.tito.engine_backend import EngineBackend
 from miles_core.tito.episodes import Agent, Episodes, Outcome
 from miles_core.tito.render import Renderer
-from miles_core.tito.samples import collect, last_attempts
+from miles_core.tito.samples import Sample, collect
 from miles_core.tito.session import Session
-from miles_core.tito.tree import Node, SessionTree
 
 MAX_STARTS = 3  # of an episode whose agent fails before its first turn
 
 
 @dataclass(frozen=True)
 class Answer:
-    """`reward` is None where the task's reward has to judge `text`; `verdict` is "ok" then. `routes`: see routing.encode."""
+    """`trajectories`: one, or the branches of an episode; `routes`: of each, see routing.encode. `reward` is None where the task's
+    reward has to judge `text`; `verdict` is "ok" then."""
 
-    trajectory: Trajectory
+    trajectories: list[Trajectory]
     text: str
-    routes: torch.Tensor | None
+    routes: list[torch.Tensor | None]
     reward: float | None = None
     verdict: str = "ok"
 
-
-def last_leaf(tree: SessionTree) -> list[Node]:
-    """What an episode is trained on: its last branch, whose turns are all trained in it."""
-    return last_attempts(tree)[-1:]
+    @property
+    def trajectory(self) -> Trajectory:
+        """The first: group, sample, reward, verdict and advantage are the same in all."""
+        return self.trajectories[0]
 
 
 class Player:
-    """One on each rollout rank. `max_context`, `max_turns` and `timeout_s` bound the episodes of an agent.
+    """One on each rollout rank. `max_context`, `max_turns` and `timeout_s` bound the episodes of an agent; `max_branches`: how many
+    branches of one are trained, the latest if it has more.
 
     `strict`: an episode whose tokens are not those of a fresh rendering, beyond what the model wrote itself, stops the run (DESIGN 4.8).
     """
 
     def __init__(
         self, engine: Engine, params: SamplingParams, agent: Agent | None = None, renderer: Renderer | None = None,
-        *, max_context: int = 0, max_turns: int = 1, timeout_s: float = 60.0, strict: bool = False,
+        *, max_context: int = 0, max_turns: int = 1, max_branches: int = 1, timeout_s: float = 60.0, strict: bool = False,
     ):  # fmt: skip
-        self.strict = strict
+        self.max_branches, self.strict = max_branches, strict
         self.engine, self.params, self.renderer, self.max_context = engine, params, renderer, max_context
         self.backend = EngineBackend(engine)
         self.episodes = Episodes(agent, self._session, params, max_turns=max_turns, timeout_s=timeout_s) if agent is not None else None
@@ -81,7 +82,7 @@ class Player:
         self.backend.pump()
         for completion in self.engine.step():
             if not self.backend.finish(completion):
-                answers.append(Answer(completion.trajectory, completion.text, completion.routes))
+                answers.append(Answer([completion.trajectory], completion.text, [completion.routes]))
         return answers
 
     def close(self) -> None:
@@ -100,15 +101,21 @@ class Player:
         prompt = self.prompts.pop(key)
         if outcome.detail and outcome.verdict != "ok":
             print(f"group {key[0]} sample {key[1]}: {outcome.verdict}: {outcome.detail}", file=sys.stderr, flush=True)
-        samples = collect(outcome.session, last_leaf)
+        samples = collect(outcome.session, max_branches=self.max_branches)
         if not samples:
             if self.starts[key] >= MAX_STARTS:
                 raise RuntimeError(f"group {key[0]} sample {key[1]}: {MAX_STARTS} episodes ended before their first turn: {outcome.detail}")
             self.add(prompt, outcome.sample)
             return []
         del self.starts[key]
-        if self.strict and (drift := samples[-1].drift).hard:
-            raise RuntimeError(f"group {key[0]} sample {key[1]}: the tokens of the session drifted from their messages: {drift}")
-        trajectory, rows = samples[-1].trajectory, samples[-1].routes
-        routes = None if rows is None else encode(rows.rows_RLK, np.arange(len(trajectory.tokens)) < len(rows.rows_RLK))
-        return [Answer(trajectory, outcome.text, routes, outcome.reward, outcome.verdict)]
+        for sample in samples if self.strict else ():
+            if sample.drift.hard:
+                raise RuntimeError(f"{sample.trajectory.name}: the tokens of the session drifted from their messages: {sample.drift}")
+        trajectories = [sample.trajectory for sample in samples]
+        return [Answer(trajectories, outcome.text, [_routes(sample) for sample in samples], outcome.reward, outcome.verdict)]
+
+
+def _routes(sample: Sample) -> torch.Tensor | None:
+    """What the engine has recorded of a branch, for transport."""
+    rows = sample.routes
+    return None if rows is None else encode(rows.rows_RLK, np.arange(len(sample.trajectory.tokens)) < len(rows.rows_RLK))
