@@ -48,7 +48,7 @@ NUM_SLOTS, SLOT_BYTES, DATA_AT, WINDOW, NUM_ROLLOUT_RANKS, STRIDE, OFFSET, LIMIT
 # words of a slot; OPENS_AT is the version it was released with
 WORD, GENERATION, OWNER, PID, PID_STARTED, NBYTES, CHECKSUM, OPENS_AT = range(8)
 # words of a rank: the rollout ranks of the node, then its training leader
-LIVE, HEARTBEAT, DOING, RANK_PID, BLOCKED_NS = range(5)
+LIVE, HEARTBEAT, DOING, RANK_PID, BLOCKED_NS, WAITING, PLAYED, EVALUATIONS = range(8)
 DOING_NAMES = ("starting", "generating", "waiting for a free slot", "waiting for groups", "training")
 TRAINER = -1  # row of the training leader
 _ROW = 16  # words: each slot and each rank has cache lines of its own
@@ -187,6 +187,14 @@ class Ring:
         """Book time in which the rank had nothing to do because no slot was free."""
         self.ranks[rank, BLOCKED_NS] += int(seconds * 1e9)
         self.beat(rank, "waiting for a free slot")
+
+    def set_episodes(self, rank: int, waiting: int, played: int) -> None:
+        """Of a rank whose episodes are played by other processes: how many wait to be taken, and how many are taken and not over."""
+        self.ranks[rank, WAITING], self.ranks[rank, PLAYED] = waiting, played
+
+    def episodes(self) -> tuple[list[int], list[int]]:
+        """(waiting, played) of each rollout rank of the node."""
+        return self.ranks[:TRAINER, WAITING].tolist(), self.ranks[:TRAINER, PLAYED].tolist()
 
     def expect_trainer(self, timeout_s: float) -> None:
         """Raise TimeoutError when the training leader has not given a sign of life for so long. For ranks that wait for a free slot."""

@@ -87,9 +87,9 @@ def main() -> None:
             by_openai = episode(args.turns, lambda messages, client=client: by_client(messages, client))
         say("plain HTTP", by_http)
         say("openai client", by_openai)
-        busy = [asyncio.run_coroutine_threadsafe(thread_seconds(), endpoint.server.loop).result()]
+        busy = [endpoint.run(thread_seconds())]
         asyncio.run(crowd(endpoint, args.sessions, args.turns // 2))
-        busy.append(asyncio.run_coroutine_threadsafe(thread_seconds(), endpoint.server.loop).result())
+        busy.append(endpoint.run(thread_seconds()))
         requests = args.sessions * (args.turns // 2 + 1)
         print(
             f"{args.sessions} sessions at once".ljust(28)
