@@ -145,7 +145,16 @@ class Rollout:
         self.ring.put(group.claim, trajectories)
 
     def evaluate(self, shard: int, num_shards: int) -> dict[str, Metric]:
-        return evaluate(self.config, self.inputs, self.player, self.rewards, shard, num_shards)
+        metrics = evaluate(self.config, self.inputs, self.player, self.rewards, shard, num_shards)
+        if (offers := self.player.offers) is not None:
+            offers.end_evaluation()
+            deadline = time.monotonic() + self.config.timeout
+            while offers.evaluating():  # answering harnesses meanwhile
+                self.player.step()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"waited {self.config.timeout:g} s for the other rollout ranks of this node to end their evaluation")
+                time.sleep(IDLE_S)
+        return metrics
 
     def close(self) -> None:
         self.player.close()

@@ -188,13 +188,13 @@ class Ring:
         self.ranks[rank, BLOCKED_NS] += int(seconds * 1e9)
         self.beat(rank, "waiting for a free slot")
 
-    def set_episodes(self, rank: int, waiting: int, played: int) -> None:
-        """Of a rank whose episodes are played by other processes: how many wait to be taken, and how many are taken and not over."""
-        self.ranks[rank, WAITING], self.ranks[rank, PLAYED] = waiting, played
+    def set_episodes(self, rank: int, waiting: int, played: int, evaluations: int) -> None:
+        """Of a rank whose episodes other processes play: how many wait, how many are being played, how many evaluations it has done."""
+        self.ranks[rank, [WAITING, PLAYED, EVALUATIONS]] = waiting, played, evaluations
 
-    def episodes(self) -> tuple[list[int], list[int]]:
-        """(waiting, played) of each rollout rank of the node."""
-        return self.ranks[:TRAINER, WAITING].tolist(), self.ranks[:TRAINER, PLAYED].tolist()
+    def episodes(self) -> list[list[int]]:
+        """waiting, played and evaluations, of each rollout rank of the node."""
+        return self.ranks[:TRAINER, [WAITING, PLAYED, EVALUATIONS]].T.tolist()
 
     def expect_trainer(self, timeout_s: float) -> None:
         """Raise TimeoutError when the training leader has not given a sign of life for so long. For ranks that wait for a free slot."""

@@ -11,27 +11,44 @@ made a step of a small model twenty times slower. So nothing here may block: wha
 from __future__ import annotations
 
 import asyncio
+import selectors
 from collections.abc import Coroutine
 from typing import Any
 
-ROUNDS = 8  # of the event loop at a time: from the end of a turn to the request for the next one, with some to spare
+MAX_ROUNDS = 64  # of the event loop in one poll: from the end of a turn to the request for the next one, over HTTP too, with some to spare
+
+
+class _Selector(selectors.DefaultSelector):
+    """Where the loop would wait, a poll ends. `rounds`: how many are left of it; 0 outside a poll."""
+
+    rounds = 0
+
+    def select(self, timeout: float | None = None) -> list:
+        if not self.rounds:
+            return super().select(timeout)
+        events = super().select(0)
+        self.rounds = self.rounds - 1 if events or timeout == 0 else 0
+        if not self.rounds:
+            self.stop()
+        return events
 
 
 class Loop:
     """`events`: the asyncio loop."""
 
     def __init__(self) -> None:
-        self.events = asyncio.new_event_loop()
+        self._selector = _Selector()
+        self.events = asyncio.SelectorEventLoop(self._selector)
+        self._selector.stop = self.events.stop
 
     def run(self, work: Coroutine) -> Any:
         """The result of a coroutine; everything else on the loop goes on meanwhile."""
         return self.events.run_until_complete(work)
 
     def poll(self) -> None:
-        """Run what is ready."""
-        for _ in range(ROUNDS):
-            self.events.call_soon(self.events.stop)
-            self.events.run_forever()
+        """Run what is ready, and what that makes ready."""
+        self._selector.rounds = MAX_ROUNDS
+        self.events.run_forever()
 
     def close(self) -> None:
         """Cancel what is left."""

@@ -44,7 +44,7 @@ class Offers:
         self.waiting: deque[Offer] = deque()
         self.deadlines: dict[str, asyncio.TimerHandle] = {}  # of open sessions
         self.ring: Ring | None = None
-        self.index = 0
+        self.index, self.evaluations = 0, 0
         self.url, self.api_key = "", "none"
         self.checked, self.alone_s = time.monotonic(), 0.0
 
@@ -63,9 +63,9 @@ class Offers:
 
     def take(self) -> tuple[Session, dict[str, Any]]:
         """A session for the episode that waits longest. Elsewhere if more wait on another rank; SessionError 503 if none waits at all."""
-        most, rank, _ = self._node()
-        if most > len(self.waiting):
-            raise Elsewhere(rank - self.index)
+        waiting, _, _ = self._node()
+        if max(waiting) > len(self.waiting):
+            raise Elsewhere(waiting.index(max(waiting)) - self.index)
         if not self.waiting:
             raise SessionError(503, "no episode waits: ask again", "no_episode", retry_after=1)
         offer = self.waiting[0]
@@ -84,23 +84,30 @@ class Offers:
         """ValueError, that says how to start a harness, when episodes wait and nobody has come for too long."""
         now = time.monotonic()
         passed, self.checked = min(now - self.checked, _LONGEST_LOOK_S), now
-        self.alone_s = self.alone_s + passed if self.waiting and not self._node()[2] else 0.0
+        _, played, _ = self._node()
+        self.alone_s = self.alone_s + passed if self.waiting and not any(played) else 0.0
         if self.alone_s > self.nobody_s:
             raise ValueError(
                 f"--agent http: {len(self.waiting)} episodes wait, and no harness has asked for one for {self.alone_s:.0f} s. Start one: "
                 f"python -m miles_core.tito.harness --url {self.url} --agent module:function"
             )
 
+    def end_evaluation(self) -> None:
+        """This rank's share of an evaluation is done."""
+        self.evaluations += 1
+        self._tell()
+
+    def evaluating(self) -> bool:
+        """Whether another rank of the node has not done its share: it may depend on this one to send it harnesses."""
+        return min(self._node()[2]) < self.evaluations
+
     def _overdue(self, session: Session) -> None:
         self.sessions.finish(session.id, None, "timeout", f"the episode took longer than {self.timeout_s:g} s")
 
     def _tell(self) -> None:
         if self.ring is not None:
-            self.ring.set_episodes(self.index, len(self.waiting), len(self.deadlines))
+            self.ring.set_episodes(self.index, len(self.waiting), len(self.deadlines), self.evaluations)
 
-    def _node(self) -> tuple[int, int, int]:
-        """Of this node: most episodes that wait on one rank, which rank that is, and how many are being played on all."""
-        if self.ring is None:
-            return len(self.waiting), self.index, len(self.deadlines)
-        waiting, played = self.ring.episodes()
-        return max(waiting), waiting.index(max(waiting)), sum(played)
+    def _node(self) -> list[list[int]]:
+        """Of every rollout rank of the node: how many episodes wait, how many are being played, how many evaluations it has done."""
+        return self.ring.episodes() if self.ring is not None else [[len(self.waiting)], [len(self.deadlines)], [self.evaluations]]
