@@ -16,7 +16,7 @@ exec "$launch/run.sh" \
   --model "$model" \
   --task guess \
   --max-turns 6 \
-  --max-new-tokens 4 \
+  --max-new-tokens 6 \
   --max-context 256 \
   --eval-prompts 64 \
   --eval-samples 4 \

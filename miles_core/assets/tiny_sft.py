@@ -6,9 +6,10 @@
 
 A reinforcement-learning run needs a policy that is right sometimes. Here 240 batches of 128 demonstrations of the task `sort` are
 learned, of which 35 % are right; the others are plausible: descending, copied, shuffled. Sampled at temperature 1 the result sorts about
-one prompt in four, and the probability mass of the right answer is there to be sharpened. Games of `guess` are whole conversations, of
-which 20 % halve the interval, 40 % guess anything that the hints allow, and 40 % ignore them. The same seed on the same machine gives
-the same bytes. Prompts come from the training split only, under a seed of their own.
+one prompt in four, and the probability mass of the right answer is there to be sharpened. Games of `guess`, 480 batches of 64, are whole
+conversations with tool calls, of which 20 % halve the interval, 40 % guess anything that the hints allow, and 40 % ignore them: the result
+finds one number in four. The same seed on the same machine gives the same bytes. Prompts come from the training split only, under a seed of
+their own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,10 +30,21 @@ from miles_core.model import hf
 from miles_core.model.attend import PackedAttend
 from miles_core.model.moe import MoEConfig
 from miles_core.model.transformer import ModelConfig, Transformer
-from miles_core.tasks import Task, encode, guess, load
+from miles_core.tasks import Task, guess, load
+from miles_core.tito.render import Renderer
 
-STEPS, DEMONSTRATIONS, SHARE_RIGHT = {"sort": 240, "guess": 160}, {"sort": 128, "guess": 128}, 0.35
-PEAK_LR, WARMUP_STEPS, FINAL_LR = 2e-3, 20, 0.1  # FINAL_LR: fraction of the peak that a cosine ends at
+
+class Recipe(NamedTuple):
+    """Of one task. `batch`: demonstrations a step; `words`: those that the tokenizer has for this task alone."""
+
+    steps: int
+    batch: int
+    peak_lr: float
+    words: tuple[str, ...] = ()
+
+
+RECIPES = {"sort": Recipe(240, 128, 2e-3), "guess": Recipe(480, 64, 4e-3, guess.WORDS)}
+WARMUP_STEPS, FINAL_LR, SHARE_RIGHT = 20, 0.1, 0.35  # FINAL_LR: fraction of the peak that a cosine ends at
 DENSE = ModelConfig(
     family="qwen3",
     vocab_size=len(tiny_tokenizer.VOCABULARY),
@@ -68,31 +81,30 @@ def demonstrate(answer: str, digits: str, rng: random.Random) -> str:
     return rng.choice((answer[::-1], digits, "".join(rng.sample(digits, len(digits)))))
 
 
-def play(secret: int, rng: random.Random) -> list[str]:
-    """A game of `guess`, one string a message after the question: guess, hint, guess, ..."""
-    style, low, high, said = rng.choices(("halve", "heed", "ignore"), (0.2, 0.4, 0.4))[0], 1, guess.HIGHEST, []
-    for _ in range(guess.MAX_GUESSES):
+def play(secret: int, rng: random.Random) -> list[int]:
+    """The guesses of a game of `guess`."""
+    style, low, high, guesses = rng.choices(("halve", "heed", "ignore"), (0.2, 0.4, 0.4))[0], 1, guess.HIGHEST, []
+    while len(guesses) < guess.MAX_GUESSES and secret not in guesses:
         number = (low + high) // 2 if style == "halve" else rng.randint(low, high) if style == "heed" else rng.randint(1, guess.HIGHEST)
-        said.append(str(number))
-        if number == secret:
-            break
-        said.append(guess.hint(number, secret))
+        guesses.append(number)
         low, high = (max(low, number + 1), high) if number < secret else (low, min(high, number - 1))
-    return said
+    return guesses
 
 
-def conversation(task: Task, tokenizer: hf.Tokenizer, group: int, rng: random.Random) -> tuple[list[int], list[bool]]:
+def conversation(task: Task, renderer: Renderer, group: int, rng: random.Random) -> tuple[list[int], list[bool]]:
     """Tokens of one demonstration, and which of them are the assistant's, its stop tokens among them."""
     messages, answer, text = task.prompt(group)
-    said = play(answer, rng) if task.name == "guess" else [demonstrate(answer, text.removesuffix("="), rng)]
+    if task.name == "guess":
+        turns = [(str(number).join(guess.SPELT), [{"role": "tool", "content": guess.hint(number, answer)}]) for number in play(answer, rng)]
+    else:
+        turns = [(demonstrate(answer, text.removesuffix("="), rng), [])]
     tokens, mine = [], []
-    for turn in range(0, len(said), 2):  # whatever follows a stop token is the template's
-        rendered = encode(messages, tokenizer, "a demonstration").tolist()
-        sampled = [*tokenizer.encode(said[turn]), tokenizer.eos_token_id]
-        mine += [False] * (len(rendered) - len(tokens)) + [True] * len(sampled)
-        tokens = rendered + sampled
-        messages = [*messages, {"role": "assistant", "content": said[turn]}]
-        messages += [{"role": "tool", "content": hint} for hint in said[turn + 1 : turn + 2]]
+    for said, answered in turns:
+        rendered = renderer.later(tokens[-1], messages, None, {}) if tokens else renderer.first(messages, None, {})
+        prompt, sampled = rendered.tokens.tolist(), [*renderer.tokenizer.encode(said), renderer.tokenizer.eos_token_id]
+        tokens += prompt + sampled
+        mine += [False] * len(prompt) + [True] * len(sampled)
+        messages = answered
     return tokens, mine
 
 
@@ -113,29 +125,31 @@ def mean_loss(model: Transformer, demonstrations: list[tuple[list[int], list[boo
     return -logp_M.mean()
 
 
-def learning_rate(step: int, steps: int) -> float:
-    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
-    return PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_LR + (1 - FINAL_LR) * cosine)
+def learning_rate(step: int, recipe: Recipe) -> float:
+    cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+    return recipe.peak_lr * min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_LR + (1 - FINAL_LR) * cosine)
 
 
 def train(
     tokenizer: hf.Tokenizer, seed: int, *, task: str = "sort", steps: int | None = None, config: ModelConfig = MIXTURE
 ) -> Transformer:
     """The warm-started model. Prints the loss every 40 steps; a model of fewer `steps` is the full run's at that step."""
-    all_steps, count = STEPS[task], DEMONSTRATIONS[task]
+    recipe = RECIPES[task]
     model = hf.build(config)
     initialise(model, seed)
+    renderer = Renderer(tokenizer, "chatml")
     source, rng = load(task, numerics.derive_seed(seed, "warm start")), random.Random(f"demonstrations/{seed}")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0)
-    for step in range(all_steps if steps is None else steps):
-        loss = mean_loss(model, [conversation(source, tokenizer, group, rng) for group in range(step * count, (step + 1) * count)])
-        optimizer.param_groups[0]["lr"] = learning_rate(step, all_steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.peak_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(recipe.steps if steps is None else steps):
+        groups = range(step * recipe.batch, (step + 1) * recipe.batch)
+        loss = mean_loss(model, [conversation(source, renderer, group, rng) for group in groups])
+        optimizer.param_groups[0]["lr"] = learning_rate(step, recipe)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % 40 == 0:
-            print(f"warm start: step {step + 1}/{all_steps}, loss {loss.item():.3f} nats a token", file=sys.stderr, flush=True)
+            print(f"warm start: step {step + 1}/{recipe.steps}, loss {loss.item():.3f} nats a token", file=sys.stderr, flush=True)
     return model
 
 
@@ -143,13 +157,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint, in Hugging Face layout")
     parser.add_argument("--seed", type=int, default=0, help="initial weights, prompts and demonstrations (default: 0)")
-    parser.add_argument("--task", choices=STEPS, default="sort", help="what to demonstrate (default: sort)")
+    parser.add_argument("--task", choices=RECIPES, default="sort", help="what to demonstrate (default: sort)")
     parser.add_argument("--dense", action="store_true", help="no mixture of experts")
     args = parser.parse_args()
+    words = RECIPES[args.task].words
     config = DENSE if args.dense else MIXTURE
+    config = replace(config, vocab_size=config.vocab_size + len(words))
     numerics.setup()
     args.out.mkdir(parents=True, exist_ok=True)
-    tiny_tokenizer.save(args.out)
+    tiny_tokenizer.save(args.out, words)
     model = train(hf.load_tokenizer(args.out), args.seed, task=args.task, config=config)
     hf.save(args.out, config, model.named_parameters(), args.out)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters in {args.out}; held-out pass@1: "

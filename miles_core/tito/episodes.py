@@ -53,6 +53,11 @@ class AgentSession:
             raise ValueError("session.base_url needs a run that serves its sessions: give --serve-port, for example --serve-port 8000")
         return f"{self._url}/sessions/{self.id}/v1"
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the model's chat template tells it what tools there are; else an agent has to."""
+        return self._session.renderer.shows_tools
+
     async def chat(
         self, messages: list[dict], *, tools: list[dict] | None = None, tool_choice: str = "auto",
         max_tokens: int | None = None, stop: tuple[str, ...] = (),

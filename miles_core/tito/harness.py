@@ -3,8 +3,8 @@
     launch/run.sh --task guess --agent http --serve-port 8000                                  the run
     python -m miles_core.tito.harness --url http://127.0.0.1:8000 --agent mine.py:run          its harness; any number of them, at any time
 
-The agent is the same function as in the run's own process (agents.py); what it gets is a RemoteSession. A harness ends with the run, exit code
-0; or with 2 and one sentence when there is none, or it has no use for a harness. MILES_SERVE_TOKEN holds the token of a run that has one.
+The agent is the same function as in the run's own process (agents.py); what it gets is a RemoteSession. A harness ends with the run, exit
+code 0; or with 2 and one sentence when there is none, or it has no use for a harness. A run's token is read from MILES_SERVE_TOKEN.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RemoteSession:
     def __init__(self, http: httpx2.AsyncClient, made: dict[str, Any], api_key: str):
         self._http, self.api_key = http, api_key
         self.id, self.base_url = made["id"], made["base_url"]
-        self.tokens_left, self.turns_left = made["budget_left"], made["turns_left"]
+        self.tokens_left, self.turns_left, self.shows_tools = made["budget_left"], made["turns_left"], made["shows_tools"]
 
     async def chat(
         self, messages: list[dict], *, tools: list[dict] | None = None, tool_choice: str = "auto",

@@ -73,7 +73,8 @@ class Offers:
         self.waiting.popleft()
         self.deadlines[session.id] = self.loop.events.call_later(self.timeout_s, self._overdue, session)
         self._tell()
-        return session, {"prompt": offer.prompt, "metadata": offer.metadata, "timeout": self.timeout_s}
+        told = {"prompt": offer.prompt, "metadata": offer.metadata, "timeout": self.timeout_s}
+        return session, told | {"shows_tools": session.renderer.shows_tools}
 
     def ended(self, session: Session) -> None:
         """To be told of every session that ends."""

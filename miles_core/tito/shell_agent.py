@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from miles_core.tasks import terminal
 from miles_core.tasks.sandbox import Sandbox, SandboxError
-from miles_core.tito.episodes import EpisodeOver
+from miles_core.tito.agents import EpisodeOver
 
 if TYPE_CHECKING:
     from miles_core.tito.episodes import AgentSession
@@ -25,6 +25,14 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
     },
 }
+
+
+# For models whose chat template leaves tools out of the prompt: the form is that of Hermes and Qwen.
+HOW = """You work in a shell of your own. To run a command, answer with a call of this form and nothing else:
+<tool_call>
+{"name": "bash", "arguments": {"command": "ls -l"}}
+</tool_call>
+You are then shown its output. When the task is done, answer without a call."""
 
 
 async def solve(session: AgentSession, prompt: list[dict], directory: str) -> dict:
@@ -55,7 +63,7 @@ async def started(task: terminal.TerminalTask) -> Sandbox:
 
 async def work(session: AgentSession, prompt: list[dict], sandbox: Sandbox) -> None:
     """Turns until the model calls no tool, or the episode has no more of them."""
-    messages = list(prompt)
+    messages = list(prompt) if session.shows_tools else [{"role": "system", "content": HOW}, *prompt]
     try:
         while calls := (reply := await session.chat(messages, tools=[TOOL])).message.get("tool_calls"):
             messages.append(reply.message)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from miles_core.assets.tokenizer import CHARACTERS, END, ROLES, VOCABULARY
 from miles_core.engine.engine import Engine, Request, SamplingParams
 from miles_core.model import hf
 from miles_core.tasks import guess
+from miles_core.tito.parsers import parse_assistant
+from miles_core.tito.render import Renderer
 
 
 @pytest.fixture(scope="module")
@@ -62,30 +65,46 @@ def test_demonstrations_are_right_in_35_percent_and_plausible_in_the_others(toke
     assert all(sorted(text) == sorted(digits) for text in made)
     shares = [made.count(text) / len(made) for text in (answer, answer[::-1], digits)]
     assert shares == pytest.approx([0.35, 0.65 / 3, 0.65 / 3], abs=0.02)
-    tokens, mine = tiny_sft.conversation(tasks.load("sort", 0), tokenizer, 0, rng)
+    tokens, mine = tiny_sft.conversation(tasks.load("sort", 0), Renderer(tokenizer, "chatml"), 0, rng)
     assert mine == [False] * (len(tokens) - 7) + [True] * 7 and tokens[-1] == VOCABULARY[END]  # the stop token is learned too
 
 
-def test_games_are_whole_conversations_of_three_kinds_of_players(tokenizer: hf.Tokenizer) -> None:
-    game, rng = tasks.load("guess", 0), tiny_sft.random.Random(0)
+def test_games_are_whole_conversations_of_three_kinds_of_players(tmp_path: Path) -> None:
+    rng = tiny_sft.random.Random(0)
     games = [(secret, tiny_sft.play(secret, rng)) for secret in range(1, 65) for _ in range(60)]
-    for secret, said in games:
-        guesses = [int(text) for text in said[::2]]
+    for secret, guesses in games:
         assert 1 <= len(guesses) <= 6 and (guesses[-1] == secret or len(guesses) == 6) and secret not in guesses[:-1]
-        assert said[1::2] == [guess.hint(number, secret) for number in guesses[: len(said) // 2]]
-    halving = sum(said[:3:2] in (["32"], ["32", "48"], ["32", "16"]) for _, said in games) / len(games)
+    halving = sum(guesses[:2] in ([32], [32, 48], [32, 16]) for _, guesses in games) / len(games)
     assert halving == pytest.approx(0.2, abs=0.03)
-    tokens, mine = tiny_sft.conversation(game, tokenizer, 3, rng)
-    text = tokenizer.decode(tokens)
-    assert text.startswith("<|im_start|>user\n1-64?<|im_end|>\n<|im_start|>assistant\n") and text.endswith("<|im_end|>")
-    spoken = tokenizer.decode([token for token, is_mine in zip(tokens, mine, strict=True) if is_mine])
-    assert all(tiny_sft.guess.guessed(number) for number in spoken.split("<|im_end|>")[:-1])
+
+    tiny_sft.tiny_tokenizer.save(tmp_path, guess.WORDS)
+    renderer = Renderer(hf.load_tokenizer(tmp_path), "chatml")
+    tokens, mine = tiny_sft.conversation(tasks.load("guess", 0), renderer, 3, tiny_sft.random.Random(1))
+    text = renderer.tokenizer.decode(tokens)
+    assert text.startswith("<|im_start|>user\n1-64?<|im_end|>\n<|im_start|>assistant\n<tool_call>\n")
+    spoken = renderer.tokenizer.decode([token for token, is_mine in zip(tokens, mine, strict=True) if is_mine])
+    answers = [parse_assistant(said, "chatml") for said in spoken.split("<|im_end|>")[:-1]]
+    numbers = [guess.guessed(call) for answer in answers for call in answer["tool_calls"]]
+    assert numbers == tiny_sft.play(tasks.load("guess", 0).prompt(3)[1], tiny_sft.random.Random(1)) and mine.count(True) <= 5 * len(numbers)
+
+
+def test_a_conversation_is_what_the_template_writes(tmp_path: Path) -> None:
+    tiny_sft.tiny_tokenizer.save(tmp_path, guess.WORDS)
+    renderer, game = Renderer(hf.load_tokenizer(tmp_path), "chatml"), tasks.load("guess", 0)
+    for group in range(40):
+        tokens, _ = tiny_sft.conversation(game, renderer, group, tiny_sft.random.Random(group))
+        messages, secret, _ = game.prompt(group)
+        for number in (numbers := tiny_sft.play(secret, tiny_sft.random.Random(group))):
+            call = {"id": "", "type": "function", "function": {"name": "guess", "arguments": json.dumps({"number": number})}}
+            messages += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+            messages += [{"role": "tool", "content": guess.hint(number, secret)}] * (number is not numbers[-1])
+        assert renderer.whole(messages, None, {}, generate=False).tolist() == [*tokens, VOCABULARY["\n"]]
 
 
 def test_the_loss_is_the_mean_over_answer_tokens(tokenizer: hf.Tokenizer) -> None:
     """Equal to a mean over the sequences taken one by one, and to log V for a policy that knows nothing."""
     model, rng = hf.load(TINY), tiny_sft.random.Random(0)
-    made = [tiny_sft.conversation(tasks.load("sort", 0), tokenizer, group, rng) for group in range(6)]
+    made = [tiny_sft.conversation(tasks.load("sort", 0), Renderer(tokenizer, "chatml"), group, rng) for group in range(6)]
     with torch.no_grad():
         whole = tiny_sft.mean_loss(model, made)
         apart = torch.stack([tiny_sft.mean_loss(model, [each]) for each in made]).mean()

@@ -16,18 +16,20 @@ import pytest
 from miles_core import tasks
 from miles_core.tasks import terminal
 from miles_core.tito.episodes import EpisodeOver
-from miles_core.tito.shell_agent import solve
+from miles_core.tito.parsers import parse_assistant
+from miles_core.tito.shell_agent import HOW, solve
 
 
 class Script:
     """Says these commands one after the other, then nothing; what the tool answered is in `heard`."""
 
-    def __init__(self, commands: list[str], turns: int = 99):
-        self.commands, self.turns, self.heard = commands, turns, []
+    def __init__(self, commands: list[str], turns: int = 99, shows_tools: bool = True):
+        self.commands, self.turns, self.shows_tools, self.heard, self.roles = commands, turns, shows_tools, [], []
 
     async def chat(self, messages: list[dict], *, tools: list[dict]) -> SimpleNamespace:
         assert tools[0]["function"]["name"] == "bash"
         self.heard = [message["content"] for message in messages if message["role"] == "tool"]
+        self.roles = [message["role"] for message in messages]
         if len(self.heard) == self.turns:
             raise EpisodeOver("no turn is left")
         message: dict = {"role": "assistant", "content": "done"}
@@ -101,3 +103,11 @@ def test_prompts_are_instructions_and_every_fifth_task_is_held_out() -> None:
         assert [message["role"] for message in messages] == ["user"] and messages[0]["content"].strip() == text.strip() == instruction
     with pytest.raises(ValueError, match="terminal task"):
         tasks.load("shell", 0, "/nowhere")
+
+
+def test_a_model_whose_template_does_not_show_tools_is_told() -> None:
+    script = Script([say("echo hello")], shows_tools=False)
+    assert played("make-room", script)["verdict"] == "ok"
+    assert script.roles == ["system", "user", "assistant", "tool"] and script.heard == ["hello\n[exit code 0]"]
+    call = parse_assistant(HOW[HOW.index("<tool_call>") : HOW.index("You are then")], "chatml")["tool_calls"][0]
+    assert call["function"] == {"name": "bash", "arguments": '{"command": "ls -l"}'}
