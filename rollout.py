@@ -37,9 +37,13 @@ from miles_core.ring import Claim, Ring
 from miles_core.route_transport import Mailbox, RouteStore
 from miles_core.schema import VERDICTS, Prompt
 from miles_core.tasks.rewards import RewardPool
+from miles_core.tito.agents import HTTP, load_agent
 from miles_core.tito.engine_backend import EngineBackend
-from miles_core.tito.episodes import load_agent
+from miles_core.tito.loop import Loop
 from miles_core.tito.player import Answer, Player
+from miles_core.tito.serve import serve
+from miles_core.tito.server import make_app
+from miles_core.tito.sessions import Sessions
 from miles_core.tito.verify import renderer_for
 from miles_core.topology import Topology, layout_from_env
 from miles_core.weights import Receiver
@@ -47,6 +51,7 @@ from miles_core.weights import Receiver
 EVAL_GROUP = 1 << 62  # group numbers of evaluation start here, so that its sampling noise is nobody else's
 OK = VERDICTS.index("ok")
 IDLE_S = 0.0005
+TOKEN = "MILES_SERVE_TOKEN"  # environment variable: never on a command line, which everybody can read
 
 
 @dataclass
@@ -75,6 +80,8 @@ class Rollout:
         self.max_open = math.ceil(ring.num_slots / ring.num_rollout_ranks)
         self.engine = make_engine(config, inputs, model, self.max_open)
         self.player = make_player(config, inputs, self.engine)
+        if self.player.offers is not None:
+            self.player.offers.share(ring, index)
         self.rewards = make_rewards(config)
         self.open: dict[int, Group] = {}
 
@@ -139,7 +146,16 @@ class Rollout:
         self.ring.put(group.claim, [trajectory for answer in answers for trajectory in answer.trajectories])
 
     def evaluate(self, shard: int, num_shards: int) -> dict[str, Metric]:
-        return evaluate(self.config, self.inputs, self.player, self.rewards, shard, num_shards)
+        metrics = evaluate(self.config, self.inputs, self.player, self.rewards, shard, num_shards)
+        if (offers := self.player.offers) is not None:
+            offers.end_evaluation()
+            deadline = time.monotonic() + self.config.timeout
+            while offers.evaluating():  # answering harnesses meanwhile
+                self.player.step()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"waited {self.config.timeout:g} s for the other rollout ranks of this node to end their evaluation")
+                time.sleep(IDLE_S)
+        return metrics
 
     def close(self) -> None:
         self.player.close()
@@ -188,8 +204,11 @@ def load_inputs(config: Config, device: torch.device, dtype: torch.dtype) -> Inp
     check_router(config, model_config.moe)
     max_turns = max_branches = 1
     if agent := agent_name(config, task):
-        load_agent(agent)
+        if agent != HTTP:
+            load_agent(agent)
         max_turns, max_branches = config.max_turns, min(config.max_branches, config.max_turns)  # each has a turn of its own
+    elif config.serve_port and not config.serve:
+        raise ValueError(f"--serve-port: --task {config.task} has no agent, so there are no sessions to serve; give one with --agent")
     if config.micro_batch_tokens < max_context:
         raise ValueError(f"--micro-batch-tokens {config.micro_batch_tokens} cannot hold one sample of --max-context {max_context}")
     tokenizer = hf.load_tokenizer(model_dir)
@@ -262,15 +281,22 @@ def agent_name(config: Config, task: tasks.Task) -> str:
 
 
 def make_player(config: Config, inputs: Inputs, engine: Engine) -> Player:
+    """With --serve-port it serves its sessions already."""
     params = sampling_params(config, inputs)
     if not (name := agent_name(config, inputs.task)):
         return Player(engine, params)
     renderer = renderer_for(inputs.tokenizer, ends=inputs.stop_token_ids)
-    return Player(
-        engine, params, load_agent(name), renderer,
+    player = Player(
+        engine, params, HTTP if name == HTTP else load_agent(name), renderer,
         max_context=inputs.max_context, max_turns=inputs.max_turns, max_branches=inputs.max_branches, timeout_s=config.episode_timeout,
-        strict=config.parity == "strict",
+        nobody_s=0.9 * config.timeout, strict=config.parity == "strict",  # sooner than the trainer, who knows less about the reason
     )  # fmt: skip
+    if config.serve_port:
+        rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+        url = player.serve(config.serve_host, config.serve_port + local_rank, model=config.model, token=os.environ.get(TOKEN))
+        start = f": python -m miles_core.tito.harness --url {url} --agent module:function" * (name == HTTP)
+        print(f"rank {rank} serves its sessions at {url}{start}", flush=True)
+    return player
 
 
 def make_rewards(config: Config) -> RewardPool:
@@ -319,21 +345,24 @@ def evaluate(config: Config, inputs: Inputs, player: Player, rewards: RewardPool
 
 def serve_sessions(config: Config, inputs: Inputs, engine: Engine) -> None:
     """Sessions over HTTP, for any harness that speaks the OpenAI chat API; see miles_core/tito/server.py. Ends with Ctrl-C or SIGTERM."""
-    from miles_core.tito.serve import serve  # here: training does without a web server
-    from miles_core.tito.server import make_app
-    from miles_core.tito.sessions import Sessions
-
     backend = EngineBackend(engine)
     sessions = Sessions(renderer_for(inputs.tokenizer, ends=inputs.stop_token_ids), backend, max_context=inputs.max_context)
-    app = make_app(sessions, sampling_params(config, inputs), model=config.model, token=os.environ.get("MILES_SERVE_TOKEN"))
-    with serve(app, config.serve_host, config.serve_port) as server:
-        print(f"serving {config.model} at {server.url}: POST {server.url}/sessions for a base URL", flush=True)
+    app = make_app(sessions, sampling_params(config, inputs), model=config.model, token=os.environ.get(TOKEN))
+    loop = Loop()
+    server = loop.run(serve(app, config.serve_host, config.serve_port))
+    print(f"serving {config.model} at {server.url}: POST {server.url}/sessions for a base URL", flush=True)
+    try:
         while True:
+            loop.poll()
+            server.check()
             backend.pump()
             for completion in engine.step():
                 backend.finish(completion)
             if not engine.num_unfinished:
                 time.sleep(IDLE_S)
+    finally:
+        loop.run(server.stop())
+        loop.close()
 
 
 def main() -> None:

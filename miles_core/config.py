@@ -91,8 +91,17 @@ class Config:
     prefill_tokens: int = _flag(1024, "rollout", "tokens in one forward of the engine, decode and prefill chunks together")
     kv_tokens: int = _flag(0, "rollout", "KV cache size in tokens; 0 = room for every sequence in flight at its longest, at most 65536")
     agent: str = _flag(
-        "", "rollout", "module:function or file.py:function that plays an episode of several turns; none = that of the task, if it has one"
+        "",
+        "rollout",
+        "module:function or file.py:function that plays an episode of several turns; http = harnesses of other processes do, which ask for "
+        "episodes at --serve-port; none = that of the task, if it has one",
     )
+    serve_port: int = _flag(
+        0,
+        "rollout",
+        "every rollout rank serves its sessions over HTTP, at this port + its local rank; 0 = none does (--serve: any free port)",
+    )
+    serve_host: str = _flag("127.0.0.1", "rollout", "address to serve on; any but this machine's own needs a token in MILES_SERVE_TOKEN")
     max_turns: int = _flag(8, "rollout", "answers of the model in one episode of an agent")
     max_branches: int = _flag(
         4, "rollout", "most branches of one episode that are trained, where its agent forks the conversation; the latest are kept"
@@ -137,10 +146,6 @@ class Config:
     serve: bool = _flag(
         False, "alone", "serve --model as an OpenAI-compatible endpoint of sessions, until Ctrl-C", only="rollout.py"
     )  # fmt: skip
-    serve_host: str = _flag(
-        "127.0.0.1", "alone", "address to serve on; any but this machine's own needs a token in MILES_SERVE_TOKEN", only="rollout.py"
-    )
-    serve_port: int = _flag(8000, "alone", "port to serve on; 0 = any free one, which is printed", only="rollout.py")
     generate: str = _flag("", "alone", "answer this user message", only="rollout.py")
 
     def __post_init__(self) -> None:
@@ -148,7 +153,7 @@ class Config:
             1: "steps keep_checkpoints prompts_per_step samples_per_prompt eval_samples max_new_tokens max_context max_sequences "
             "prefill_tokens micro_batch_tokens reward_workers expert_parallel max_turns max_branches",
             0: "seed save_every eval_prompts temperature top_k kv_tokens clip_low clip_high icepop_low icepop_high kl_coef lr beta1 beta2 "
-            "router_balance_coef router_z_coef router_bias_rate weight_decay warmup_steps max_grad_norm",
+            "serve_port router_balance_coef router_z_coef router_bias_rate weight_decay warmup_steps max_grad_norm",
             -1: "rollout_ranks_per_node max_staleness",
         }
         for low, names in at_least.items():
@@ -168,6 +173,7 @@ class Config:
             "samples_per_prompt",
             f"must be > 1 for --advantage {self.advantage}, which compares samples",
         )
+        self._require(self.agent != "http" or self.serve_port > 0, "agent", "http needs --serve-port, for example --serve-port 8000")
         alone = self.eval or self.serve or bool(self.generate)
         self._require(self.temperature > 0 or alone, "temperature", "must be > 0: greedy samples carry no learning signal")
         self._require(

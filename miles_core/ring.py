@@ -48,7 +48,7 @@ NUM_SLOTS, SLOT_BYTES, DATA_AT, WINDOW, NUM_ROLLOUT_RANKS, STRIDE, OFFSET, LIMIT
 # words of a slot; OPENS_AT is the version it was released with
 WORD, GENERATION, OWNER, PID, PID_STARTED, NBYTES, CHECKSUM, OPENS_AT = range(8)
 # words of a rank: the rollout ranks of the node, then its training leader
-LIVE, HEARTBEAT, DOING, RANK_PID, BLOCKED_NS = range(5)
+LIVE, HEARTBEAT, DOING, RANK_PID, BLOCKED_NS, WAITING, PLAYED, EVALUATIONS = range(8)
 DOING_NAMES = ("starting", "generating", "waiting for a free slot", "waiting for groups", "training")
 TRAINER = -1  # row of the training leader
 _ROW = 16  # words: each slot and each rank has cache lines of its own
@@ -187,6 +187,14 @@ class Ring:
         """Book time in which the rank had nothing to do because no slot was free."""
         self.ranks[rank, BLOCKED_NS] += int(seconds * 1e9)
         self.beat(rank, "waiting for a free slot")
+
+    def set_episodes(self, rank: int, waiting: int, played: int, evaluations: int) -> None:
+        """Of a rank whose episodes other processes play: how many wait, how many are being played, how many evaluations it has done."""
+        self.ranks[rank, [WAITING, PLAYED, EVALUATIONS]] = waiting, played, evaluations
+
+    def episodes(self) -> list[list[int]]:
+        """waiting, played and evaluations, of each rollout rank of the node."""
+        return self.ranks[:TRAINER, [WAITING, PLAYED, EVALUATIONS]].T.tolist()
 
     def expect_trainer(self, timeout_s: float) -> None:
         """Raise TimeoutError when the training leader has not given a sign of life for so long. For ranks that wait for a free slot."""

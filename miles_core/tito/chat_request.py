@@ -93,7 +93,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 def read_chat(body: bytes, defaults: SamplingParams, *, pinned: bool) -> ChatRequest:
     """The request in `body`. What it does not say is as in `defaults`; `pinned` keeps the distribution of `defaults` whatever it says (a
-    trainer scores samples under one temperature). SessionError 400 names the field.
+    trainer scores samples under one temperature), and its longest answer. SessionError 400 names the field.
     """
     given = {name: value for name, value in read_json(body).items() if value is not None}
     if tokens := [name for name in _TOKENS if name in given]:
@@ -111,7 +111,7 @@ def read_chat(body: bytes, defaults: SamplingParams, *, pinned: bool) -> ChatReq
         messages=given["messages"],
         tools=given.get("tools") or None,
         tool_choice=given.get("tool_choice", "auto"),
-        params=_params({name: given[name] for name in used if name in given}, defaults),
+        params=_params({name: given[name] for name in used if name in given}, defaults, pinned),
         template_kwargs=given.get("chat_template_kwargs"),
         seed=None if pinned else given.get("seed"),
         stream=given.get("stream", False),
@@ -122,10 +122,10 @@ def read_chat(body: bytes, defaults: SamplingParams, *, pinned: bool) -> ChatReq
     )
 
 
-def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+def _params(given: dict[str, Any], defaults: SamplingParams, pinned: bool) -> SamplingParams:
     changes = {name: given[name] for name in ("temperature", "top_p", "top_k") if name in given}
     if limits := [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]:
-        changes["max_new_tokens"] = min(limits)
+        changes["max_new_tokens"] = min(limits + [defaults.max_new_tokens] * pinned)
     if "stop" in given:
         stop = given["stop"]
         changes["stop_strings"] = (*defaults.stop_strings, *((stop,) if isinstance(stop, str) else stop))

@@ -1,10 +1,9 @@
-"""The engine behind `tito.backend`. It stays with the thread that steps it; sessions live on an event loop, of the same thread (agents) or
-of another one (the server).
+"""The engine behind `tito.backend`. The thread that steps it also runs the event loop of the sessions, between two steps (loop.py).
 
     backend = EngineBackend(engine)
     turn = backend.submit(request)         # on the event loop
     ...
-    backend.pump()                         # engine's thread, before each step: takes in what was submitted and cancelled
+    backend.pump()                         # before each step: takes in what was submitted and cancelled
     for completion in engine.step():
         if not backend.finish(completion): # True: it was a turn of ours
             ...
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import queue
+from collections import deque
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -50,7 +49,7 @@ class EngineTurn:
         if not self.future.done():
             self.future.cancel()
             self.pieces.put_nowait(_END)
-            self.backend.inbox.put(("cancel", self))
+            self.backend.inbox.append(("cancel", self))
 
     def _end(self, result: TurnResult | None, error: Exception | None) -> None:
         if self.future.done():
@@ -74,26 +73,26 @@ class EngineBackend:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.max_context = engine.table.max_tokens
-        self.inbox: queue.SimpleQueue[tuple[str, EngineTurn]] = queue.SimpleQueue()
+        self.inbox: deque[tuple[str, EngineTurn]] = deque()
         self.turns: dict[int, EngineTurn] = {}
 
     @property
     def load(self) -> int:
-        return len(self.turns) + self.inbox.qsize()
+        return len(self.turns) + len(self.inbox)
 
     # ---- the event loop's side
 
     def submit(self, request: TurnRequest) -> EngineTurn:
         turn = EngineTurn(self, request)
-        self.inbox.put(("add", turn))
+        self.inbox.append(("add", turn))
         return turn
 
     # ---- the engine's side
 
     def pump(self) -> None:
         """Take in what was submitted and cancelled since the last look."""
-        while not self.inbox.empty():
-            what, turn = self.inbox.get()
+        while self.inbox:
+            what, turn = self.inbox.popleft()
             if what == "cancel":
                 if self.turns.pop(turn.number, None) is not None:
                     self.engine.cancel(turn.number)
@@ -104,12 +103,12 @@ class EngineBackend:
         try:
             turn.number = self.engine.add(_engine_request(turn.request))
         except ValueError as error:
-            turn.loop.call_soon_threadsafe(turn._end, None, error)
+            turn.loop.call_soon(turn._end, None, error)
             return
         self.turns[turn.number] = turn
 
         def tell(token: int, logp: float, top: list[tuple[int, float]]) -> None:
-            turn.loop.call_soon_threadsafe(turn.pieces.put_nowait, Piece([token], [logp], [top]))
+            turn.loop.call_soon(turn.pieces.put_nowait, Piece([token], [logp], [top]))
 
         self.engine.watch(turn.number, tell)
 
@@ -124,7 +123,7 @@ class EngineBackend:
             trajectory.tokens[sampled], trajectory.logp_roll[sampled], trajectory.version_M, FINISH_REASONS[trajectory.finish],
             trajectory.cached, completion.rows,
         )  # fmt: skip
-        turn.loop.call_soon_threadsafe(turn._end, result, None)
+        turn.loop.call_soon(turn._end, result, None)
         return True
 
 

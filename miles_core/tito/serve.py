@@ -1,25 +1,24 @@
-"""Runs the endpoint in a thread with an event loop of its own: the engine has the main thread.
+"""Runs the endpoint on an event loop that others share: the engine's thread polls it (loop.py).
 
-with serve(make_app(...), "127.0.0.1", 8000) as server:
-    print(server.url)
-    ... run the engine ...
+    server = await serve(make_app(...), "127.0.0.1", 8000)      # it answers whenever the loop runs
+    server.check()                                              # now and then: has it failed?
+    await server.stop()
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
-import threading
-import time
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator
 
 import uvicorn
 from starlette.applications import Starlette
 
 _DRAIN_S = 2  # requests that are being answered get so long to end
 _KEEP_ALIVE_S = 75  # agents run tools between their requests
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # an address that stands for all of this machine's -> one that a client can use
 
 
 def is_loopback(host: str) -> bool:
@@ -30,81 +29,71 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class Server:
-    """A running endpoint: `host`, `port` (the one chosen, if 0 was asked for), `url`, `loop`."""
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ctrl-C is for the run, which stops the server."""
+        yield
 
-    def __init__(self, app: Starlette, listener: socket.socket, deadline_s: float) -> None:
-        self.host, self.port = listener.getsockname()[:2]
-        self.url = f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
-        self._app = app
+
+class Server:
+    """A running endpoint: `port` (the one chosen, if 0 was asked for), `url` for clients on this machine."""
+
+    def __init__(self, app: Starlette, listener: socket.socket) -> None:
+        host, self.port = listener.getsockname()[:2]
+        host = _ANY.get(host, host)
+        self.url = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        self._sessions = app.state.sessions
         config = uvicorn.Config(
             app,
-            loop="asyncio",
+            loop="none",
             http="h11",
             ws="none",
+            lifespan="off",
             log_config=None,
             access_log=False,
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_DRAIN_S,
         )
-        self._server = uvicorn.Server(config)
-        self.loop = asyncio.new_event_loop()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(listener,), name=f"serve-{self.port}", daemon=True)
-        self._thread.start()
-        until = time.monotonic() + deadline_s
-        while not self._server.started:
-            if not self._thread.is_alive():
-                raise RuntimeError(f"the server on port {self.port} did not start") from self._error
-            if time.monotonic() > until:
-                self.loop.call_soon_threadsafe(self._cancel_all)
-                raise RuntimeError(f"the server on port {self.port} did not start within {deadline_s} s")
-            time.sleep(0.002)
+        self._server = _Uvicorn(config)
+        self._tasks = [asyncio.create_task(self._server.serve([listener])), asyncio.create_task(self._sessions.sweep())]
 
     def check(self) -> None:
-        """RuntimeError if the thread has ended by an error: to be asked now and then by whoever relies on the server."""
-        if self._error is not None:
-            raise RuntimeError(f"the server on port {self.port} failed") from self._error
+        """RuntimeError if the server has ended by an error: to be asked now and then by whoever relies on it."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                raise RuntimeError(f"the server on port {self.port} failed") from task.exception()
 
-    def stop(self, deadline_s: float = 10.0) -> None:
-        """Cancel turns, end sessions, close the port. RuntimeError if the thread does not end, or ended by an error. Again is fine."""
-        if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self._app.state.sessions.close)
-            self._server.should_exit = True
-            self._thread.join(deadline_s)
-            if self._thread.is_alive():
-                self.loop.call_soon_threadsafe(self._cancel_all)
-                raise RuntimeError(f"the server on port {self.port} did not stop within {deadline_s} s")
+    async def started(self, deadline_s: float) -> None:
+        """Until it listens. RuntimeError at the deadline."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while not self._server.started and not self._tasks[0].done():
+                    await asyncio.sleep(0.001)
         self.check()
+        if not self._server.started:
+            raise RuntimeError(f"the server on port {self.port} did not start within {deadline_s} s")
 
-    def _cancel_all(self) -> None:
-        for task in asyncio.all_tasks(self.loop):
-            task.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
-
-    def _run(self, listener: socket.socket) -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-                runner.run(self._server.serve([listener]))
-        except BaseException as error:  # raised again by whoever starts or stops the server
-            self._error = error
-        finally:
-            listener.close()
+    async def stop(self, deadline_s: float = 10.0) -> None:
+        """Cancel turns, end sessions, close the port. RuntimeError if that takes too long. Again is fine."""
+        serving, sweeping = self._tasks
+        sweeping.cancel()
+        self._sessions.close()
+        self._server.should_exit = True
+        await asyncio.wait([serving], timeout=deadline_s)
+        if not serving.done():
+            serving.cancel()
+            raise RuntimeError(f"the server on port {self.port} did not stop within {deadline_s} s")
 
 
-def serve(app: Starlette, host: str = "127.0.0.1", port: int = 0, *, deadline_s: float = 10.0) -> Server:
-    """Start the endpoint of `server.make_app`; it answers when this returns. Port 0: any free one.
+async def serve(app: Starlette, host: str = "127.0.0.1", port: int = 0, *, deadline_s: float = 10.0) -> Server:
+    """Start the endpoint of `server.make_app` on the running loop. Port 0: any free one.
 
     ValueError for a port that cannot be had, and for an address that others can reach when the application has no token.
     """
     if not is_loopback(host) and app.state.token is None:
-        raise ValueError(f"--serve-host {host} can be reached from other machines: a bearer token is required")
+        raise ValueError(f"--serve-host {host} can be reached from other machines: a bearer token is required, in MILES_SERVE_TOKEN")
     if not 0 <= port < 65536:
         raise ValueError(f"--serve-port {port} must be from 0 to 65535")
     try:
@@ -119,4 +108,6 @@ def serve(app: Starlette, host: str = "127.0.0.1", port: int = 0, *, deadline_s:
     except OSError as error:
         listener.close()
         raise ValueError(f"--serve-port {port} on {host} cannot be used: {error}") from error
-    return Server(app, listener, deadline_s)
+    server = Server(app, listener)
+    await server.started(deadline_s)
+    return server

@@ -1,13 +1,14 @@
 """The OpenAI-compatible endpoint of a rank: every session is a base URL of its own.
 
     app = make_app(Sessions(renderer, backend, max_context=4096), defaults, model="policy")
-    with serve(app, "127.0.0.1", 8000) as server: ...            # in a thread of its own (serve.py)
+    server = await serve(app, "127.0.0.1", 8000)                 # serve.py
 
-    POST   /sessions                             {"group": 7, "sample": 0}, both optional -> {"id", "base_url", "budget_left"}
+    POST   /sessions                             {"group": 7, "sample": 0}, both optional -> {"id", "base_url", "budget_left", "turns_left"}
+                                                 with --agent http: the next episode, with "prompt", "metadata", "timeout" (offers.py)
     GET    /sessions/{id}                        the tree of turns
     POST   /sessions/{id}/v1/chat/completions    plain or streamed; fields: chat_request.py
     GET    /sessions/{id}/v1/models
-    POST   /sessions/{id}/finish                 {"reward": 1.0, "verdict": "ok"}
+    POST   /sessions/{id}/finish                 {"reward": 1.0, "verdict": "ok", "detail": "..."}; all optional where a task can judge
     DELETE /sessions/{id}
     GET    /health, /metrics                     for people and Prometheus
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
@@ -37,7 +38,7 @@ from starlette.routing import Route
 from miles_core.tito import stream
 from miles_core.tito.backend import Piece
 from miles_core.tito.chat_request import ChatRequest, read_chat, read_json
-from miles_core.tito.errors import SessionError
+from miles_core.tito.errors import Elsewhere, SessionError
 from miles_core.tito.parsers import StreamParser
 from miles_core.tito.session import Opening, Reply, Session
 from miles_core.tito.sessions import Sessions
@@ -51,17 +52,23 @@ if TYPE_CHECKING:
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 IGNORED = "x-ignored-fields"  # header: fields of the request that had no effect
 _READ_ANYWAY = 64 << 20  # bytes of a body that is too large: most clients listen only after they have sent it
+_MOST_DETAIL = 10_000  # characters
 _SEND_S = 60.0  # a client that takes nothing for so long is gone
-_SWEEP_S = 5.0
+
+TakeEpisode = Callable[[], tuple[Session, dict[str, Any]]]
 
 
 def make_app(
-    sessions: Sessions, defaults: SamplingParams, *, model: str, token: str | None = None, pinned: bool = False, max_body: int = 8 << 20
-) -> Starlette:
-    """The application. `defaults`: what requests do not say; `pinned`: see read_chat. `max_body`: bytes of a request."""
+    sessions: Sessions, defaults: SamplingParams, *, model: str, token: str | None = None, pinned: bool = False, max_body: int = 8 << 20,
+    take: TakeEpisode | None = None,
+) -> Starlette:  # fmt: skip
+    """The application. `defaults`: what requests do not say; `pinned`: see read_chat. `max_body`: bytes of a request.
+
+    `take`: where sessions come from: the next episode of a run, and what else its harness is told. None: anybody may open one.
+    """
     if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
         raise ValueError("the bearer token must have at least 8 printable ASCII characters")
-    api = _Api(sessions, defaults, model, pinned, max_body)
+    api = _Api(sessions, defaults, model, pinned, max_body, take)
     at = "/sessions/{id}"
     routes = [
         Route("/health", api.health),
@@ -75,7 +82,7 @@ def make_app(
     ]
     handlers = {SessionError: _refuse, HTTPException: _refuse_http, Exception: _broken, ClientDisconnect: _gone}
     middleware = [Middleware(_Guard, token=token, count=api.count_request)]
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware, lifespan=api.lifespan)
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
     app.state.sessions, app.state.token = sessions, token
     return app
 
@@ -83,22 +90,11 @@ def make_app(
 class _Api:
     """The endpoints."""
 
-    def __init__(self, sessions: Sessions, defaults: SamplingParams, model: str, pinned: bool, max_body: int) -> None:
+    def __init__(
+        self, sessions: Sessions, defaults: SamplingParams, model: str, pinned: bool, max_body: int, take: TakeEpisode | None
+    ) -> None:
         self.sessions, self.defaults, self.model, self.pinned, self.max_body = sessions, defaults, model, pinned, max_body
-
-    @contextlib.asynccontextmanager
-    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        sweeper = asyncio.create_task(self._sweep())
-        try:
-            yield
-        finally:
-            sweeper.cancel()
-            self.sessions.close()
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(min(_SWEEP_S, self.sessions.idle_s / 4))
-            self.sessions.expire()
+        self.take = take
 
     def count_request(self, status: int) -> None:
         self.sessions.counts[f'miles_requests_total{{status="{status}"}}'] += 1
@@ -112,14 +108,18 @@ class _Api:
 
     async def open(self, request: Request) -> Response:
         given = await self._json(request)
+        session, more = self._new(given) if self.take is None else self.take()
+        url = str(request.base_url) + f"sessions/{session.id}/v1"
+        left = {"budget_left": session.budget_left, "turns_left": session.turns_left}
+        made = {"id": session.id, "base_url": url, "group": session.group, "sample": session.sample, **left, **more}
+        return JSONResponse(made, 201, headers=_ignored(given))
+
+    def _new(self, given: dict[str, Any]) -> tuple[Session, dict[str, Any]]:
         group, sample = given.pop("group", None), given.pop("sample", 0)
         for name, value in (("group", group or 0), ("sample", sample)):
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
                 raise SessionError(400, f"{name} must be a whole number >= 0")
-        session = self.sessions.open(group, sample)
-        url = str(request.base_url) + f"sessions/{session.id}/v1"
-        made = {"id": session.id, "base_url": url, "group": session.group, "sample": sample, "budget_left": session.budget_left}
-        return JSONResponse(made, 201, headers=_ignored(given))
+        return self.sessions.open(group, sample), {}
 
     async def show(self, request: Request) -> Response:
         return JSONResponse(describe(self._session(request)))
@@ -130,8 +130,8 @@ class _Api:
 
     async def finish(self, request: Request) -> Response:
         given = await self._json(request)
-        reward, verdict = given.pop("reward", None), given.pop("verdict", "ok")
-        session = self.sessions.finish(request.path_params["id"], reward, verdict)
+        reward, verdict, detail = given.pop("reward", None), given.pop("verdict", "ok"), str(given.pop("detail", ""))
+        session = self.sessions.finish(request.path_params["id"], reward, verdict, detail[:_MOST_DETAIL])
         return JSONResponse({"id": session.id, "reward": session.reward, "verdict": session.verdict}, headers=_ignored(given))
 
     async def models(self, request: Request) -> Response:
@@ -200,7 +200,10 @@ class _Answering:
         """The answer when it is not streamed."""
         entries = [self._logprobs(piece) for piece in reply.pieces] if self._wanted.logprobs else []
         logprobs = {"content": [entry for part in entries for entry in part["content"]], "refusal": None} if entries else None
-        return self._answer.whole(reply, self._session.budget_left, logprobs)
+        return self._answer.whole(reply, logprobs, **self._left())
+
+    def _left(self) -> dict[str, int | None]:
+        return {"budget_left": self._session.budget_left, "turns_left": self._session.turns_left}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def put(data: bytes, more: bool = True) -> None:
@@ -233,7 +236,7 @@ class _Answering:
         assert self._text is not None
         rest = self._text.rest(reply.message)
         role = {} if self._started else {"role": "assistant"}
-        await put(self._answer.chunk(role | rest, None, reply.finish, budget_left=self._session.budget_left))
+        await put(self._answer.chunk(role | rest, None, reply.finish, **self._left()))
         if self._wanted.include_usage:
             await put(self._answer.usage_chunk(reply))
         await put(stream.DONE)
@@ -320,6 +323,7 @@ def describe(session: Session) -> dict[str, Any]:
         "verdict": session.verdict,
         "turns_in_flight": session.in_flight,
         "budget_left": session.budget_left,
+        "turns_left": session.turns_left,
         "nodes": [_describe_node(node) for node in session.tree.nodes[1:]],
     }
 
@@ -354,6 +358,10 @@ def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, SessionError)
     # The openai client would ask 409 again by itself, with no better luck.
     headers = {"x-should-retry": "false"} if error.status == 409 else {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    if isinstance(error, Elsewhere):
+        headers["location"] = str(request.url.replace(port=(request.url.port or 80) + error.ranks))
     return JSONResponse(_error(error.status, error.message, error.code), error.status, headers=headers)
 
 

@@ -75,6 +75,7 @@ class Session:
     """One episode. `group` and `sample` fix its sampling noise; `max_context` bounds prompt and answer of a turn together.
 
     `limits`: of the tree. `matcher`: "strict", "loose-tool-call", or a function from a message to what must be equal (messages.py).
+    `max_turns`: answers, None = as many as fit. `judged`: a task's reward judges an episode that is "ok" and brings none.
     """
 
     def __init__(
@@ -88,14 +89,18 @@ class Session:
         max_context: int,
         limits: Limits | None = None,
         matcher: str | Matcher = "strict",
+        max_turns: int | None = None,
+        judged: bool = False,
     ) -> None:
         self.id, self.renderer, self.backend = id, renderer, backend
         self.group, self.sample, self.max_context = group, sample, min(max_context, backend.max_context)
+        self.max_turns, self.judged = max_turns, judged
         self.tree = SessionTree(renderer, limits or Limits(), matcher)
         self.last_used = time.monotonic()
         self.overflowed: Node | None = None  # the turn after which there was no room for another
         self.reward: float | None = None
         self.verdict: str | None = None
+        self.detail = ""  # for people, beside the verdict
         self._turns: set[Turn] = set()
 
     @property
@@ -111,6 +116,17 @@ class Session:
     def budget_left(self) -> int:
         """Tokens that still fit after the turn made last: the next messages and all further answers of that branch."""
         return self.max_context - self.tree.nodes[-1].num_tokens
+
+    @property
+    def turns_left(self) -> int | None:
+        """Answers that may still be asked for, beside those in flight; None = no limit."""
+        return None if self.max_turns is None else self.max_turns - (len(self.tree.nodes) - 1) - self.in_flight
+
+    @property
+    def last_answer(self) -> str:
+        """The text of the answer made last."""
+        messages = self.tree.nodes[-1].messages
+        return (messages[-1]["content"] or "") if messages else ""
 
     async def chat(
         self,
@@ -133,6 +149,8 @@ class Session:
         """
         self.last_used = time.monotonic()
         self._check_open()
+        if self.turns_left is not None and self.turns_left < 1:
+            raise SessionError(409, f"session {self.id} has had its {self.max_turns} turns", "no_turns_left")
         if tool_choice not in TOOL_CHOICES:
             raise SessionError(400, f"tool_choice {tool_choice!r} is not supported: use one of {', '.join(TOOL_CHOICES)}")
         prepared = self.tree.prepare(messages, tools, template_kwargs, force_call=tool_choice == "required")
@@ -154,15 +172,15 @@ class Session:
         self.last_used = time.monotonic()
         return Reply(copy.deepcopy(message), node, _finish_reason(result, message), _usage(prepared, result), pieces)
 
-    def finish(self, reward: float | None = None, verdict: str = "ok") -> None:
+    def finish(self, reward: float | None = None, verdict: str = "ok", detail: str = "") -> None:
         """End the episode; turns in flight are cancelled. A verdict other than "ok" needs no reward. Raises SessionError."""
         self._check_open()
         if verdict not in VERDICTS:
             raise SessionError(400, f"verdict {verdict!r} is unknown: use one of {', '.join(VERDICTS)}")
         finite = isinstance(reward, int | float) and not isinstance(reward, bool) and abs(reward) <= _LARGEST_REWARD
-        if not finite and (verdict == "ok" or reward is not None):
+        if not finite and (reward is not None or (verdict == "ok" and not self.judged)):
             raise SessionError(400, f"the reward must be a finite number, got {reward!r:.80}")
-        self.reward, self.verdict = (None if reward is None else float(reward)), verdict
+        self.reward, self.verdict, self.detail = (None if reward is None else float(reward)), verdict, detail
         self.cancel()
 
     def cancel(self) -> None:

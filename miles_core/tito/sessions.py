@@ -6,6 +6,7 @@ for `idle_s` seconds. Either way `on_end` is called once, with a session that ha
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections import Counter
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
     from miles_core.tito.tree import Limits
 
 OnEnd = Callable[[Session], None]
+_SWEEP_S = 5.0
 
 
 class Sessions:
     """`max_context`: tokens of a prompt and its answer. `max_sessions` may be open or finished and not yet forgotten.
 
-    `limits`, `matcher`: see Session. `on_end`: called in the event loop's thread with each session that ends.
+    `limits`, `matcher`, `max_turns`, `judged`: see Session. `on_end`: called in the event loop's thread with each session that ends.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class Sessions:
         idle_s: float = 600.0,
         limits: Limits | None = None,
         matcher: str = "strict",
+        max_turns: int | None = None,
+        judged: bool = False,
         on_end: OnEnd | None = None,
     ) -> None:
         if max_sessions < 1 or idle_s <= 0:
@@ -47,7 +51,8 @@ class Sessions:
         self.renderer, self.backend = renderer, backend
         self.max_context, self.max_sessions, self.idle_s = max_context, max_sessions, idle_s
         self.counts: Counter[str] = Counter()  # for /metrics: names with labels, as Prometheus spells them
-        self._limits, self._matcher, self._on_end = limits, matcher, on_end
+        self._options = {"limits": limits, "matcher": matcher, "max_turns": max_turns, "judged": judged}
+        self._on_end = on_end
         self._sessions: dict[str, Session] = {}
         self._groups = count()
         self._open = True
@@ -72,8 +77,7 @@ class Sessions:
             group=next(self._groups) if group is None else group,
             sample=sample,
             max_context=self.max_context,
-            limits=self._limits,
-            matcher=self._matcher,
+            **self._options,
         )
         self._sessions[session.id] = session
         self.counts["miles_sessions_opened_total"] += 1
@@ -85,10 +89,10 @@ class Sessions:
             raise SessionError(404, f"session {session_id!r} is unknown or has expired", "session_not_found")
         return self._sessions[session_id]
 
-    def finish(self, session_id: str, reward: float | None, verdict: str) -> Session:
+    def finish(self, session_id: str, reward: float | None, verdict: str, detail: str = "") -> Session:
         """End the episode; the session can still be read. SessionError."""
         session = self.get(session_id)
-        session.finish(reward, verdict)
+        session.finish(reward, verdict, detail)
         session.last_used = time.monotonic()
         self._ended(session)
         return session
@@ -100,6 +104,17 @@ class Sessions:
             session.finish(verdict="no_verdict")
             self._ended(session)
         del self._sessions[session_id]
+
+    def forget(self, session: Session) -> None:
+        """Of a session that has ended."""
+        assert session.finished, session.id
+        self._sessions.pop(session.id, None)
+
+    async def sweep(self) -> None:
+        """Expire sessions, for ever."""
+        while True:
+            await asyncio.sleep(min(_SWEEP_S, self.idle_s / 4))
+            self.expire()
 
     def expire(self) -> None:
         """Remove the sessions that nobody uses. One that waits for the engine is in use."""

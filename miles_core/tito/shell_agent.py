@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from miles_core.tasks import terminal
 from miles_core.tasks.sandbox import Sandbox, SandboxError
-from miles_core.tito.episodes import EpisodeOver
+from miles_core.tito.agents import EpisodeOver
 
 if TYPE_CHECKING:
     from miles_core.tito.episodes import AgentSession

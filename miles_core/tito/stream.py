@@ -115,16 +115,16 @@ def usage(reply: Reply) -> dict[str, Any]:
 
 
 class Answer:
-    """The frame around an answer: its id, time and model. `budget_left` is ours: tokens for which the session still has room."""
+    """The frame around an answer: its id, time and model. `more`: fields of ours (how much is left of the session)."""
 
     def __init__(self, answer_id: str, model: str) -> None:
         self._frame = {"id": answer_id, "created": int(time.time()), "model": model}
 
-    def whole(self, reply: Reply, budget_left: int, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    def whole(self, reply: Reply, logprobs: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
         """A chat.completion."""
         choice = {"index": 0, "message": {"refusal": None, **reply.message}, "logprobs": logprobs, "finish_reason": reply.finish}
         frame = {**self._frame, "object": "chat.completion"}
-        return {**frame, "choices": [choice], "usage": usage(reply), "budget_left": budget_left}
+        return {**frame, "choices": [choice], "usage": usage(reply), **more}
 
     def chunk(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None, **more: Any) -> bytes:
         """A chat.completion.chunk as a server-sent event."""

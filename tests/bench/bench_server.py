@@ -1,6 +1,7 @@
 """What a request to the endpoint costs besides the engine.
 
     python tests/bench/bench_server.py [--turns 40] [--sessions 64]
+    python tests/bench/bench_server.py --url http://127.0.0.1:8000           # all sessions at once of rollout.py --model tiny --serve
 
 The backend says prepared tokens at once, so all that is measured is ours: HTTP, JSON, the tree, rendering, tokenising, parsing. One session
 by plain HTTP, early and late turns; the same with the openai client (its own work on a long conversation is included); then all sessions at
@@ -23,14 +24,10 @@ import httpx2
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/core")]
 
-from tito_kit import Endpoint, running  # noqa: E402  # the path comes first
+from tito_kit import running  # noqa: E402  # the path comes first
 
 QUESTION = "The tool says: 17 files, 3 of them changed since yesterday. " * 5
 ANSWER = "I look at the next one. " * 4
-
-
-def grow(messages: list[dict[str, str]], said: str) -> None:
-    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": QUESTION}]
 
 
 def episode(turns: int, ask: Callable[[list[dict[str, str]]], str]) -> list[float]:
@@ -40,7 +37,7 @@ def episode(turns: int, ask: Callable[[list[dict[str, str]]], str]) -> list[floa
         start = time.perf_counter()
         said = ask(messages)
         seconds.append(time.perf_counter() - start)
-        grow(messages, said)
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": QUESTION}]
     return seconds
 
 
@@ -50,16 +47,31 @@ def say(name: str, seconds: list[float]) -> None:
     print(f"{name:<28} p50 {statistics.median(seconds) * 1e3:6.2f} ms   first quarter {early * 1e3:6.2f}   last quarter {late * 1e3:6.2f}")
 
 
-async def crowd(endpoint: Endpoint, sessions: int, turns: int) -> None:
-    async def one(http: httpx2.AsyncClient) -> None:
+async def crowd(url: str, sessions: int, turns: int, question: str) -> int:
+    """Returns how many tokens were sampled."""
+
+    async def one(http: httpx2.AsyncClient) -> int:
         url = (await http.post("/sessions")).json()["base_url"] + "/chat/completions"
-        messages = [{"role": "user", "content": QUESTION}]
+        messages, tokens = [{"role": "user", "content": question}], 0
         for _ in range(turns):
             answer = (await http.post(url, json={"messages": messages})).json()
-            grow(messages, answer["choices"][0]["message"]["content"])
+            tokens += answer["usage"]["completion_tokens"]
+            if answer["choices"][0]["finish_reason"] == "length":
+                break
+            said = answer["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": question}]
+        return tokens
 
-    async with httpx2.AsyncClient(base_url=endpoint.server.url, timeout=120) as http:
-        await asyncio.gather(*(one(http) for _ in range(sessions)))
+    async with httpx2.AsyncClient(base_url=url, timeout=120) as http:
+        return sum(await asyncio.gather(*(one(http) for _ in range(sessions))))
+
+
+def against(url: str, sessions: int, turns: int) -> None:
+    """A server with an engine behind it."""
+    for _ in range(3):
+        start = time.perf_counter()
+        tokens = asyncio.run(crowd(url, sessions, turns, "539214="))
+        print(f"{sessions} sessions at once: {tokens / (time.perf_counter() - start):.0f} sampled tokens/s")
 
 
 async def thread_seconds() -> float:
@@ -70,7 +82,10 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--turns", type=int, default=40)
     arguments.add_argument("--sessions", type=int, default=64)
+    arguments.add_argument("--url", default="")
     args = arguments.parse_args()
+    if args.url:
+        return against(args.url, args.sessions, 6)
     with running() as endpoint:
         endpoint.backend.script, endpoint.backend.width = (lambda request: ANSWER), 1000
 
@@ -87,9 +102,9 @@ def main() -> None:
             by_openai = episode(args.turns, lambda messages, client=client: by_client(messages, client))
         say("plain HTTP", by_http)
         say("openai client", by_openai)
-        busy = [asyncio.run_coroutine_threadsafe(thread_seconds(), endpoint.server.loop).result()]
-        asyncio.run(crowd(endpoint, args.sessions, args.turns // 2))
-        busy.append(asyncio.run_coroutine_threadsafe(thread_seconds(), endpoint.server.loop).result())
+        busy = [endpoint.run(thread_seconds())]
+        asyncio.run(crowd(endpoint.server.url, args.sessions, args.turns // 2, QUESTION))
+        busy.append(endpoint.run(thread_seconds()))
         requests = args.sessions * (args.turns // 2 + 1)
         print(
             f"{args.sessions} sessions at once".ljust(28)

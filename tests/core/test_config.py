@@ -41,6 +41,7 @@ def test_config_is_frozen_and_round_trips_through_json():
         (["--samples-per-prompt", "1"], "--samples-per-prompt must be > 1 for --advantage grpo"),
         (["--temperature", "0"], "--temperature must be > 0"),
         (["--dual-clip", "0.5"], "--dual-clip must be > 1"),
+        (["--agent", "http"], "--agent http needs --serve-port"),
         (["--eval"], "unknown flag --eval"),
     ],
 )

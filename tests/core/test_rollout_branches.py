@@ -36,7 +36,7 @@ CPU, LAYOUT = torch.device("cpu"), Layout(1, 1, 0)
 # sample in three never forks, and one has an agent that breaks at the end.
 AGENTS = """
 async def run(session, prompt, metadata):
-    group, sample, _ = session.id.split("-")
+    group, sample = str(session.group), str(session.sample)
     first = await session.chat(prompt)
     history = [*prompt, first.message]
     second = await session.chat([*history, {"role": "user", "content": "539214="}])

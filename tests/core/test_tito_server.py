@@ -16,7 +16,6 @@ import openai
 import pytest
 from tito_kit import CALL, DEFAULTS, END, TOOLS, Endpoint, logp_of, running
 
-from miles_core.tito.serve import serve
 from miles_core.tito.server import make_app
 
 USER = {"role": "user", "content": "1+2="}
@@ -245,15 +244,16 @@ def test_the_server_stops_in_the_middle_of_a_turn_and_its_port_is_free_again(end
             asked = asyncio.create_task(ask(client, [USER]))
             while not endpoint.backend.load:
                 await asyncio.sleep(0.005)
-            await asyncio.to_thread(endpoint.server.stop)
+            await asyncio.to_thread(endpoint.stop)
             with pytest.raises(openai.APIError):
                 await asked
 
     asyncio.run(ask_and_stop())
     assert endpoint.backend.num_cancelled == 1 and [s.verdict for s in endpoint.ended] == ["no_verdict"]
     app = make_app(endpoint.sessions, DEFAULTS, model="policy")
-    with serve(app, port=endpoint.server.port) as again:
-        assert again.port == endpoint.server.port
-        assert endpoint.http.post("/sessions", json={}).status_code == 503, "these sessions were closed"
-        with pytest.raises(ValueError, match=f"--serve-port {again.port} on 127.0.0.1 cannot be used"):
-            serve(app, port=again.port)
+    again = endpoint.serve(app, port=endpoint.server.port)
+    assert again.port == endpoint.server.port
+    assert endpoint.http.post("/sessions", json={}).status_code == 503, "these sessions were closed"
+    with pytest.raises(ValueError, match=f"--serve-port {again.port} on 127.0.0.1 cannot be used"):
+        endpoint.serve(app, port=again.port)
+    endpoint.run(again.stop())

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import openai
+from starlette.applications import Starlette
 from tito_models import model_dir, sampling
 
 from miles_core.model import hf
 from miles_core.tito.backend import Piece, TurnRequest, TurnResult
+from miles_core.tito.loop import Loop
 from miles_core.tito.render import Renderer
 from miles_core.tito.serve import Server, serve
 from miles_core.tito.server import make_app
@@ -129,13 +132,33 @@ class Endpoint:
         self.tokenizer = thinking_tokenizer()
         self.backend = ScriptedBackend(self.tokenizer)
         self.ended: list[Any] = []
-        app_options = {name: options.pop(name) for name in ("token", "pinned", "max_body") if name in options}
+        app_options = {name: options.pop(name) for name in ("token", "pinned", "max_body", "take") if name in options}
         options = {"max_context": MAX_CONTEXT, "on_end": self.ended.append, **options}
         self.sessions = Sessions(Renderer(self.tokenizer, "chatml"), self.backend, **options)
-        self.server: Server = serve(make_app(self.sessions, DEFAULTS, model="policy", **app_options))
+        self.loop = Loop()
+        self._thread = threading.Thread(target=self.loop.events.run_forever, daemon=True)  # the tests' clients block
+        self._thread.start()
+        self.server = self.serve(make_app(self.sessions, DEFAULTS, model="policy", **app_options))
         key = app_options.get("token", "none")
         self.http = openai.DefaultHttpxClient(base_url=self.server.url, headers={"authorization": f"Bearer {key}"}, timeout=20)
         self._key = key
+
+    def run(self, work: Coroutine) -> Any:
+        """The result of a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop.events).result(20)
+
+    def serve(self, app: Starlette, **options: Any) -> Server:
+        return self.run(serve(app, **options))
+
+    def stop(self) -> None:
+        self.run(self.server.stop())
+
+    def close(self) -> None:
+        self.http.close()
+        self.stop()
+        self.loop.events.call_soon_threadsafe(self.loop.events.stop)
+        self._thread.join(20)
+        self.loop.close()
 
     def open(self, **body: Any) -> dict[str, Any]:
         response = self.http.post("/sessions", json=body)
@@ -155,5 +178,4 @@ def running(**options: Any) -> Iterator[Endpoint]:
     try:
         yield endpoint
     finally:
-        endpoint.http.close()
-        endpoint.server.stop()
+        endpoint.close()

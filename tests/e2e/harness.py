@@ -46,10 +46,10 @@ class Ended:
 
 
 class Job:
-    """One job, started at once. `ranks` 0: one process, without torchrun."""
+    """One job, started at once. `ranks` 0: one process, without torchrun. `script`: a file of ours, or "-m module"."""
 
     def __init__(self, cwd: Path, *arguments: object, ranks: int = 0, script: str = "train.py", deadline_s: float = DEADLINE_S, **env: str):
-        command = [sys.executable, str(ROOT / script)]
+        command = [sys.executable, *(script.split() if script.startswith("-m ") else [str(ROOT / script)])]
         if ranks and script == "train.py":
             command = [str(ROOT / "launch/run.sh")]
         elif ranks:
