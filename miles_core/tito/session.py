@@ -146,7 +146,8 @@ class Session:
         with self.tree.attempt(prepared.node) as attempt:
             opening = self._opening(prepared, calls=bool(tools) and tool_choice != "none", attempt=attempt)
             await _call(on_opening, opening)
-            request = TurnRequest(prepared.tokens, params, self.group, self.sample, attempt, seed, top_logprobs, prepared.node.routes)
+            routes = prepared.node.branch_routes()
+            request = TurnRequest(prepared.tokens, params, self.group, self.sample, attempt, seed, top_logprobs, routes)
             result, pieces = await self._generate(request, on_piece)
             self._check_open()  # it may have been finished meanwhile
             message = self._message(opening, result, params.stop_strings, tools)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from miles_core.engine.sequence import Rows
 from miles_core.tito import messages as msgs
 from miles_core.tito.errors import SessionError
 from miles_core.tito.messages import Matcher, Message
@@ -91,7 +92,7 @@ class Node:
     version: np.ndarray
     finish: str
     cached: int
-    routes: Any
+    routes: Rows | None  # of this turn's tokens and of the parent's last, which is computed when there is a next turn; not of the own last
     attempt: int
     params: SamplingParams | None
     depth: int  # turns up to this one
@@ -116,6 +117,10 @@ class Node:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+    def branch_routes(self) -> Rows | None:
+        """Of all tokens of the turns from the first to this one, but the last. None where nothing is recorded, as of a dense model."""
+        return None if self.routes is None else Rows.join([node.routes for node in self.branch()])
 
 
 @dataclass(frozen=True)
