@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.schema import VERDICTS
 from miles_core.tito.backend import Backend, Piece, Turn, TurnRequest, TurnResult
-from miles_core.tito.errors import SessionError
+from miles_core.tito.errors import ContextExceeded, SessionError
 from miles_core.tito.parsers import parse_assistant
 from miles_core.tito.tree import Limits, Node, Prepared, SessionTree
 
@@ -91,7 +91,7 @@ class Session:
     ) -> None:
         self.id, self.renderer, self.backend = id, renderer, backend
         self.group, self.sample, self.max_context = group, sample, min(max_context, backend.max_context)
-        self.tree = SessionTree(renderer, limits or Limits(), matcher)
+        self.tree = SessionTree(renderer, limits or Limits(), self.max_context, matcher)
         self.last_used = time.monotonic()
         self.overflowed: Node | None = None  # the turn after which there was no room for another
         self.reward: float | None = None
@@ -135,14 +135,12 @@ class Session:
         self._check_open()
         if tool_choice not in TOOL_CHOICES:
             raise SessionError(400, f"tool_choice {tool_choice!r} is not supported: use one of {', '.join(TOOL_CHOICES)}")
-        prepared = self.tree.prepare(messages, tools, template_kwargs, force_call=tool_choice == "required")
-        room = self.max_context - len(prepared.tokens)
-        if room < 1:
-            self.overflowed = prepared.node
-            raise SessionError(
-                400, f"the conversation has {len(prepared.tokens)} tokens and the context is {self.max_context}", "context_length_exceeded"
-            )
-        params = dataclasses.replace(params, max_new_tokens=min(params.max_new_tokens, room))
+        try:
+            prepared = self.tree.prepare(messages, tools, template_kwargs, force_call=tool_choice == "required")
+        except ContextExceeded as error:
+            self.overflowed = error.node
+            raise
+        params = dataclasses.replace(params, max_new_tokens=min(params.max_new_tokens, self.max_context - len(prepared.tokens)))
         with self.tree.attempt(prepared.node) as attempt:
             opening = self._opening(prepared, calls=bool(tools) and tool_choice != "none", attempt=attempt)
             await _call(on_opening, opening)
