@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tito_traffic import Client, Ear, Traffic, differing, mask_errors, play, prefix_violations
+from tito_traffic import Client, Ear, Hits, Traffic, change, differing, later, mask_errors, play, prefix_violations
 
 from miles_core.assets import TINY
 from miles_core.engine.engine import Completion, Engine, SamplingParams
@@ -40,27 +40,14 @@ def make_engine(**changes: object) -> Engine:
     return Engine(hf.load(TINY), hf.load_tokenizer(TINY), seed=3, **{**sizes, **changes})
 
 
-def change(engine: Engine, on_update: str) -> None:
-    """New weights."""
-    with torch.no_grad():
-        for parameter in engine.model.parameters():
-            parameter.mul_(1.02)
-    engine.set_version(engine.version + 1, on_update)
-
-
 def make_clients(backend: EngineBackend, renderer: Renderer, num: int, traffic: Traffic, seed: int = 0) -> list[Client]:
     return [
         Client(Session(str(i), renderer, Ear(backend), group=i, sample=0, max_context=2000), seed + i, traffic) for i in range(num)
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_pages": 60, "max_sequences": 9, "max_batch_tokens": 90}], ids=["roomy", "cramped"])
-def test_random_sessions_are_trained_on_what_was_sampled(renderer: Renderer, changes: dict) -> None:
+def checked(engine: Engine, clients: list[Client]) -> None:
     """Prompts go on from what was sampled, no drift, masks recounted, and every log-prob the trainer's, to the bit."""
-    engine = make_engine(**changes)
-    clients = make_clients(backend := EngineBackend(engine), renderer, 32, Traffic(PARAMS))
-    play(engine, backend, clients, 12)
-    assert sum(client.cancelled for client in clients) > 10
     samples = []
     for client in clients:
         mine = collect(client.session)
@@ -68,6 +55,30 @@ def test_random_sessions_are_trained_on_what_was_sampled(renderer: Renderer, cha
         samples += mine
     compared, wrong = differing(engine.model, samples, 0)
     assert compared == sum(int(s.trajectory.loss_mask.sum()) for s in samples) > 2000 and wrong == 0
+
+
+def test_random_sessions_are_trained_on_what_was_sampled(renderer: Renderer) -> None:
+    """32 sessions of 12 requests, on an engine that is short of pages, lanes and budget."""
+    engine = make_engine(num_pages=60, max_sequences=9, max_batch_tokens=90)
+    clients = make_clients(backend := EngineBackend(engine), renderer, 32, Traffic(PARAMS))
+    play(engine, backend, clients, 12)
+    assert sum(client.cancelled for client in clients) > 10
+    checked(engine, clients)
+
+
+def test_agents_at_once_compute_new_tokens_only(renderer: Renderer) -> None:
+    """64 sessions of 20 requests whose prompts begin alike: a turn computes what it brings, and the one token that was sampled last."""
+    engine = make_engine(num_pages=2500, max_sequences=64, max_batch_tokens=1024)
+    params = replace(PARAMS, max_new_tokens=40, stop_token_ids=(*PARAMS.stop_token_ids, *range(0, 100, 25)))  # so that most turns end
+    traffic = Traffic(params, system=600, first=400, later=8, back=0.05, retry=0.1, cancel=0.05)
+    clients = make_clients(backend := EngineBackend(engine), renderer, 64, traffic)
+    play(engine, backend, clients, 20)
+    turns = later(clients)
+    assert len(turns) > 1000 and max(turn.node.depth for turn in turns) == 20 and Hits.of(turns).rate >= 0.98
+    for turn in turns:
+        computed = len(turn.request.tokens) - turn.result.cached
+        assert 1 <= computed <= len(turn.node.prompt) + 1, "a retry may compute less"
+    checked(engine, clients)
 
 
 def test_new_weights_in_the_middle_of_sessions(renderer: Renderer) -> None:

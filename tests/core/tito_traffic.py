@@ -144,6 +144,18 @@ def play(
     assert engine.num_unfinished == 0 and backend.load == 0 and engine.pool.available == engine.pool.num_pages
 
 
+def new_weights(model: Transformer) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.02)
+
+
+def change(engine: Engine, on_update: str) -> None:
+    """New weights, between two steps."""
+    new_weights(engine.model)
+    engine.set_version(engine.version + 1, on_update)
+
+
 # ---- what must hold
 
 
