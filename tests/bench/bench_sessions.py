@@ -2,8 +2,8 @@
 
     python tests/bench/bench_sessions.py [--model DIR] [--sessions 64] [--turns 20] [--update-every 40]
 
-Clients as agents are: a long first prompt whose beginning they share, answers of up to 40 tokens, short tool messages; at random they ask
-again, go back and go away. Beside the model's own, every 25th id ends an answer, or most would be cut by length and end their branch.
+Clients as agents are (tito_traffic.agents): a long first prompt whose beginning they share, answers of up to 40 tokens, short tool
+messages; at random they ask again, go back and go away.
 
 1. One session alone, then all at once: with room for everything; for the longest conversation of each; and for half of that.
 2. All at once, while new weights arrive every so many steps of the engine, with `keep` and with `recompute`.
@@ -38,8 +38,8 @@ from tito_traffic import (  # noqa: E402  # the path comes first
     Client,
     Ear,
     Hits,
-    Traffic,
     Turn,
+    agents,
     change,
     differing,
     drive,
@@ -69,9 +69,7 @@ class Bench:
         self.tokenizer = hf.load_tokenizer(model_dir)
         self.renderer: Renderer = renderer_for(self.tokenizer)
         self.vocabulary = hf.load(model_dir).config.vocab_size
-        ends = (*hf.load_stop_ids(model_dir), *range(0, self.vocabulary, 25))
-        params = SamplingParams(1.0, 1.0, 0, 40, ends)
-        self.traffic = Traffic(params, system=600, first=400, later=8, back=0.05, retry=0.1, cancel=0.05)
+        self.traffic = agents(hf.load_stop_ids(model_dir), self.vocabulary)
         self.failed = False
 
     def engine(self, num_pages: int) -> Engine:

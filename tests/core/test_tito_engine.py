@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tito_traffic import Client, Ear, Hits, Traffic, change, differing, later, mask_errors, play, prefix_violations
+from tito_traffic import Client, Ear, Hits, Traffic, agents, change, differing, later, mask_errors, play, prefix_violations
 
 from miles_core.assets import TINY
 from miles_core.engine.engine import Completion, Engine, SamplingParams
@@ -69,12 +69,11 @@ def test_random_sessions_are_trained_on_what_was_sampled(renderer: Renderer) -> 
 def test_agents_at_once_compute_new_tokens_only(renderer: Renderer) -> None:
     """64 sessions of 20 requests whose prompts begin alike: a turn computes what it brings, and the one token that was sampled last."""
     engine = make_engine(num_pages=2500, max_sequences=64, max_batch_tokens=1024)
-    params = replace(PARAMS, max_new_tokens=40, stop_token_ids=(*PARAMS.stop_token_ids, *range(0, 100, 25)))  # so that most turns end
-    traffic = Traffic(params, system=600, first=400, later=8, back=0.05, retry=0.1, cancel=0.05)
+    traffic = agents(PARAMS.stop_token_ids, engine.model.config.vocab_size)
     clients = make_clients(backend := EngineBackend(engine), renderer, 64, traffic)
     play(engine, backend, clients, 20)
     turns = later(clients)
-    assert len(turns) > 1000 and max(turn.node.depth for turn in turns) == 20 and Hits.of(turns).rate >= 0.98
+    assert len(turns) > 1000 and max(turn.node.depth for turn in turns) > 15 and Hits.of(turns).rate >= 0.98
     for turn in turns:
         computed = len(turn.request.tokens) - turn.result.cached
         assert 1 <= computed <= len(turn.node.prompt) + 1, "a retry may compute less"

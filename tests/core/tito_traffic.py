@@ -53,6 +53,15 @@ class Traffic:
         return [{"role": "system", "content": self.text(random.Random(0), self.system)}] if self.system else []
 
 
+def agents(stop_ids: tuple[int, ...], vocabulary: int) -> Traffic:
+    """Of agents: a long first prompt whose beginning they share, answers of up to 40 tokens, short tool messages.
+
+    Beside `stop_ids` every 25th id ends an answer, or most would be cut by length and end their branch.
+    """
+    params = SamplingParams(1.0, 1.0, 0, 40, (*stop_ids, *range(0, vocabulary, 25)))
+    return Traffic(params, system=800, first=40, later=8, back=0.05, retry=0.1, cancel=0.05)
+
+
 class Ear:
     """The engine for one session; hears what that asks and is told."""
 
