@@ -208,10 +208,11 @@ def differing(model: Transformer, samples: list[Sample], version: int, on_update
     for number, sample in enumerate(samples):
         t = sample.trajectory
         t.group, t.verdict = number, 0
-        if sample.routes is not None:
+        if moe:
             store.keep(t, encode(sample.routes.rows_RLK, np.arange(len(t.tokens)) < len(sample.routes.version_R)))
     trajectories = [sample.trajectory for sample in samples]
-    fetch, gate = Fetch(trajectories, store, None, moe, torch.device("cpu"), 1.0), Gate("report", on_update, synchronous=False)
+    fetch = Fetch(trajectories if moe else [], store, None, moe, torch.device("cpu"), 1.0)
+    gate = Gate("report", on_update, synchronous=False)
     for batch in map(fetch.attach, pack.pack(trajectories, 4096)):
         route = TrainRoutes(batch, moe, replay=True, passes=1, balance=BalanceParams())
         sampling = (batch.temperature_M, batch.top_p_M, batch.top_k_M)
