@@ -16,7 +16,7 @@ Departs from nano-vllm's BlockManager: exact keys instead of hashes, the version
 
 from __future__ import annotations
 
-from itertools import islice
+from bisect import bisect_left, insort
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ import numpy as np
 from kernels.attention import PAGE
 
 ROOT = -1  # stands for the page before the first
-_LOOKED_AT = 32  # entries after one page, the latest first, that are compared token by token
 
 
 class Key(NamedTuple):
@@ -51,7 +50,7 @@ class PagePool:
         self.idle: dict[int, None] = {}  # insertion order = order of last use
         self.index: dict[Key, int] = {}
         self.keys: dict[int, list[Key]] = {}
-        self.children: dict[tuple[int, int], dict[bytes, int]] = {}  # (version, parent) -> {tokens: page}, the index by parent
+        self.children: dict[tuple[int, int], list[bytes]] = {}  # (version, parent) -> the tokens of its keys, sorted
 
     @property
     def available(self) -> int:
@@ -91,7 +90,7 @@ class PagePool:
         for key in self.keys.pop(page):
             del self.index[key]
             siblings = self.children[key.version, key.parent]
-            del siblings[key.tokens]
+            del siblings[bisect_left(siblings, key.tokens)]
             if not siblings:
                 del self.children[key.version, key.parent]
         return page
@@ -102,7 +101,7 @@ class PagePool:
         known = self.index.setdefault(key, page)
         if known == page and key not in self.keys.setdefault(page, []):
             self.keys[page].append(key)
-            self.children.setdefault((key.version, key.parent), {})[key.tokens] = page
+            insort(self.children.setdefault((key.version, key.parent), []), key.tokens)
         return known
 
     def match(self, version: int, tokens: np.ndarray) -> Match:
@@ -116,11 +115,12 @@ class PagePool:
             pages.append(page)
             parent = page
         best = Match(pages, ROOT, 0)
-        wanted = tokens[len(pages) * PAGE : last][:PAGE]
-        for known, page in islice(reversed(self.children.get((version, parent), {}).items()), _LOOKED_AT):
+        wanted, siblings = tokens[len(pages) * PAGE : last][:PAGE], self.children.get((version, parent), [])
+        at = bisect_left(siblings, wanted.tobytes())
+        for known in siblings[max(at - 1, 0) : at + 1]:  # nothing that is sorted has more of its beginning than its neighbours
             count = _agreement(np.frombuffer(known, np.int64), wanted)
             if count > best.count:
-                best = Match(pages, page, count)
+                best = Match(pages, self.index[Key(version, parent, known)], count)
         return best
 
     def forget(self) -> None:

@@ -27,7 +27,7 @@ from miles_core.engine.sequence import Completion, Counters, Request, Rows, Samp
 from miles_core.model.attend import PagedAttend
 from miles_core.model.hf import Tokenizer
 from miles_core.model.transformer import Transformer
-from miles_core.routing import RoutePages, encode
+from miles_core.routing import RoutePages
 from miles_core.schema import FINISH_REASONS, Trajectory
 
 __all__ = ["Completion", "Engine", "Request", "SamplingParams"]
@@ -289,13 +289,12 @@ class Engine:
             top_p=params.top_p,
             top_k=params.top_k,
         )
-        routes = rows = None
-        if self.routes is not None:  # the last token was never computed, so it has no row
+        rows = None
+        if self.routes is not None:
             rows = Rows(self._rows(sequence, self.table.pages[lane], sequence.reached), sequence.row_version[: sequence.reached])
-            routes = encode(rows.rows_RLK, np.arange(len(sequence.tokens)) < sequence.reached)
         text = self.tokenizer.decode(sequence.tokens[prompt:].tolist(), skip_special_tokens=True) if self.tokenizer else ""
         text = sequence.stop_strings.cut(text) if sequence.stop_strings else text
-        return Completion(sequence.number, trajectory, text, routes, rows)
+        return Completion(sequence.number, trajectory, text, rows)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

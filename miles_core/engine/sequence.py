@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from kernels.attention import PAGE
+from miles_core.routing import encode
 from miles_core.schema import Trajectory
 
 if TYPE_CHECKING:
-    import torch
-
     from miles_core.engine.sampler import StopStrings
 
 MIXED = -1  # a lane whose KV comes from several versions
@@ -48,10 +48,19 @@ class SamplingParams:
 
 
 class Rows(NamedTuple):
-    """Routes of the first R tokens of a sequence (routing.py), and the version of the weights that decided each, int32 [R]."""
+    """Routes of R tokens of a sequence in a row (routing.py), and the version of the weights that decided each, int32 [R]."""
 
     rows_RLK: torch.Tensor
     version_R: np.ndarray
+
+    def since(self, start: int) -> Rows:
+        """Those from number `start` on, in memory of their own."""
+        return Rows(self.rows_RLK[start:].clone(), self.version_R[start:].copy())
+
+    @classmethod
+    def join(cls, parts: list[Rows]) -> Rows:
+        """Rows that follow each other, as one."""
+        return cls(torch.cat([part.rows_RLK for part in parts]), np.concatenate([part.version_R for part in parts]))
 
 
 @dataclass(frozen=True)
@@ -117,8 +126,14 @@ class Completion:
     number: int  # as returned by Engine.add
     trajectory: Trajectory
     text: str
-    routes: torch.Tensor | None = None  # uint8, its recorded rows: see routing.encode
-    rows: Rows | None = None  # the same rows, for the request of a next turn
+    rows: Rows | None = None  # what a mixture of experts has recorded: of all its tokens but the last, which was never computed
+
+    @property
+    def routes(self) -> torch.Tensor | None:
+        """The rows as they travel, uint8: see routing.encode."""
+        if self.rows is None:
+            return None
+        return encode(self.rows.rows_RLK, np.arange(len(self.trajectory.tokens)) < len(self.rows.version_R))
 
 
 @dataclass

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from miles_core.engine.sequence import SamplingParams
+from miles_core.engine.sequence import Rows, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class TurnRequest:
     """`tokens` int32 [T]: everything that comes before the turn, exactly as it is to be trained on.
 
     (group, sample, attempt) fix the sampling noise: attempt counts the branches of an episode, so that a retry is another sample.
-    `seed`, if given, takes their place. `routes`: what a mixture of experts has recorded of the first tokens (TurnResult.routes of the turn
-    before).
+    `seed`, if given, takes their place. `routes`: what a mixture of experts has recorded of the first tokens (TurnResult.routes of the
+    turns before, joined).
     """
 
     tokens: np.ndarray
@@ -35,7 +35,7 @@ class TurnRequest:
     attempt: int = 0
     seed: int | None = None
     top_logprobs: int = 0
-    routes: Any = None
+    routes: Rows | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Piece:
 class TurnResult:
     """`tokens` int32 [M], `logp` float32 [M], `version` int32 [M] (of the weights that sampled each); finish "stop" or "length".
 
-    `cached`: tokens of the prompt that came from the prefix cache. `routes`: recorded rows of prompt and answer, or None.
+    `cached`: tokens of the prompt that came from the prefix cache. `routes`: recorded rows of the tokens of which the request had none.
     """
 
     tokens: np.ndarray
@@ -59,7 +59,7 @@ class TurnResult:
     version: np.ndarray
     finish: str
     cached: int
-    routes: Any = None
+    routes: Rows | None = None
 
 
 class Turn(Protocol):

@@ -118,10 +118,10 @@ class EngineBackend:
         if turn is None:
             return False
         trajectory = completion.trajectory
-        sampled = trajectory.loss_mask == 1
+        sampled, known = trajectory.loss_mask == 1, turn.request.routes
         result = TurnResult(
             trajectory.tokens[sampled], trajectory.logp_roll[sampled], trajectory.version_M, FINISH_REASONS[trajectory.finish],
-            trajectory.cached, completion.rows,
+            trajectory.cached, completion.rows and completion.rows.since(len(known.version_R) if known else 0),
         )  # fmt: skip
         turn.loop.call_soon(turn._end, result, None)
         return True

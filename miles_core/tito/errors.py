@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from miles_core.tito.tree import Node
+
 
 class SessionError(Exception):
     """A request that is refused; the session is as it was. `status`: the HTTP status that says so (400, 404, 409, 413, 429, 503).
@@ -20,3 +25,11 @@ class Elsewhere(SessionError):
     def __init__(self, ranks: int) -> None:
         super().__init__(307, f"ask the rank {ranks:+d} from this one", "elsewhere")
         self.ranks = ranks
+
+
+class ContextExceeded(SessionError):
+    """What a request adds to `node` leaves no room for an answer."""
+
+    def __init__(self, node: Node, message: str) -> None:
+        super().__init__(400, message, "context_length_exceeded")
+        self.node = node

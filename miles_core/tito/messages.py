@@ -88,6 +88,14 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return plain
 
 
+def characters(value: Any) -> int:
+    """Of all strings in a JSON value, names of fields included."""
+    if isinstance(value, str):
+        return len(value)
+    items = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(characters, items))
+
+
 def check_tool_results(messages: list[Message], last: Message | None) -> None:
     """Tool messages that name a call must name one of the assistant message before them; `last` is the one before `messages`.
 

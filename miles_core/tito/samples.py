@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from miles_core.tito.errors import SessionError
 from miles_core.tito.tree import Node, SessionTree
 
 if TYPE_CHECKING:
+    from miles_core.engine.sequence import Rows
     from miles_core.tito.render import Renderer
     from miles_core.tito.session import Session
 
@@ -28,11 +29,11 @@ Picker = Callable[[SessionTree], list[Node]]
 
 @dataclass(frozen=True)
 class Sample:
-    """A trajectory; the last of its turns; what was recorded of that turn's routes, its prompt's included; and its drift."""
+    """A trajectory; the last of its turns; the recorded routes of all its tokens but the last; and its drift."""
 
     trajectory: Trajectory
     leaf: Node
-    routes: Any
+    routes: Rows | None
     drift: Drift
 
 
@@ -117,7 +118,7 @@ def _sample(session: Session, branch: list[Node], trained: set[int]) -> Sample:
         drift=drift.counts,
     )
     trajectory.check()
-    return Sample(trajectory, last, last.routes, drift)
+    return Sample(trajectory, last, last.branch_routes(), drift)
 
 
 def run_lengths(version_M: np.ndarray) -> np.ndarray:

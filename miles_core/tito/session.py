@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.schema import VERDICTS
 from miles_core.tito.backend import Backend, Piece, Turn, TurnRequest, TurnResult
-from miles_core.tito.errors import SessionError
+from miles_core.tito.errors import ContextExceeded, SessionError
 from miles_core.tito.parsers import parse_assistant
 from miles_core.tito.tree import Limits, Node, Prepared, SessionTree
 
@@ -95,7 +95,7 @@ class Session:
         self.id, self.renderer, self.backend = id, renderer, backend
         self.group, self.sample, self.max_context = group, sample, min(max_context, backend.max_context)
         self.max_turns, self.judged = max_turns, judged
-        self.tree = SessionTree(renderer, limits or Limits(), matcher)
+        self.tree = SessionTree(renderer, limits or Limits(), self.max_context, matcher)
         self.last_used = time.monotonic()
         self.overflowed: Node | None = None  # the turn after which there was no room for another
         self.reward: float | None = None
@@ -153,18 +153,17 @@ class Session:
             raise SessionError(409, f"session {self.id} has had its {self.max_turns} turns", "no_turns_left")
         if tool_choice not in TOOL_CHOICES:
             raise SessionError(400, f"tool_choice {tool_choice!r} is not supported: use one of {', '.join(TOOL_CHOICES)}")
-        prepared = self.tree.prepare(messages, tools, template_kwargs, force_call=tool_choice == "required")
-        room = self.max_context - len(prepared.tokens)
-        if room < 1:
-            self.overflowed = prepared.node
-            raise SessionError(
-                400, f"the conversation has {len(prepared.tokens)} tokens and the context is {self.max_context}", "context_length_exceeded"
-            )
-        params = dataclasses.replace(params, max_new_tokens=min(params.max_new_tokens, room))
+        try:
+            prepared = self.tree.prepare(messages, tools, template_kwargs, force_call=tool_choice == "required")
+        except ContextExceeded as error:
+            self.overflowed = error.node
+            raise
+        params = dataclasses.replace(params, max_new_tokens=min(params.max_new_tokens, self.max_context - len(prepared.tokens)))
         with self.tree.attempt(prepared.node) as attempt:
             opening = self._opening(prepared, calls=bool(tools) and tool_choice != "none", attempt=attempt)
             await _call(on_opening, opening)
-            request = TurnRequest(prepared.tokens, params, self.group, self.sample, attempt, seed, top_logprobs, prepared.node.routes)
+            routes = prepared.node.branch_routes()
+            request = TurnRequest(prepared.tokens, params, self.group, self.sample, attempt, seed, top_logprobs, routes)
             result, pieces = await self._generate(request, on_piece)
             self._check_open()  # it may have been finished meanwhile
             message = self._message(opening, result, params.stop_strings, tools)

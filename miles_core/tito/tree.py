@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from miles_core.engine.sequence import Rows
 from miles_core.tito import messages as msgs
-from miles_core.tito.errors import SessionError
+from miles_core.tito.errors import ContextExceeded, SessionError
 from miles_core.tito.messages import Matcher, Message
 
 if TYPE_CHECKING:
@@ -37,16 +38,18 @@ if TYPE_CHECKING:
     from miles_core.tito.backend import TurnResult
 
 MAX_PATHS = 4  # branches kept whole
+# English and code have 3 to 5. Messages with more than this for each token that fits are refused unread: tokenising takes 1 to 3
+# microseconds a character, and meanwhile all sessions wait.
+CHARACTERS_A_TOKEN = 8
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one session: turns, tokens of all its nodes together, characters of the new messages of one request."""
+    """Of one session: turns, tokens of all its nodes together."""
 
     nodes: int = 4096
     tokens: int = 1 << 22
-    characters: int = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Node:
     version: np.ndarray
     finish: str
     cached: int
-    routes: Any
+    routes: Rows | None  # of this turn's tokens and of the parent's last, which is computed when there is a next turn; not of the own last
     attempt: int
     params: SamplingParams | None
     depth: int  # turns up to this one
@@ -116,6 +119,10 @@ class Node:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+    def branch_routes(self) -> Rows | None:
+        """Of all tokens of the turns from the first to this one, but the last. None where nothing is recorded, as of a dense model."""
+        return None if self.routes is None else Rows.join([node.routes for node in self.branch()])
 
 
 @dataclass(frozen=True)
@@ -203,10 +210,14 @@ class _Path:
 
 
 class SessionTree:
-    """All turns of a session. `nodes[0]` is the root: no messages, no tokens. `matcher`: see messages.py."""
+    """All turns of a session. `nodes[0]` is the root: no messages, no tokens. `max_context`: tokens of a prompt and its answer.
 
-    def __init__(self, renderer: RendererLike, limits: Limits, matcher: str | Matcher = "strict") -> None:
+    `matcher`: see messages.py.
+    """
+
+    def __init__(self, renderer: RendererLike, limits: Limits, max_context: int, matcher: str | Matcher = "strict") -> None:
         self._renderer, self._limits, self._matcher = renderer, limits, msgs.matcher_of(matcher)
+        self._max_context = max_context
         nothing = np.zeros(0, np.float32)
         root = Node(0, None, (), None, b"", b"", _NO_TOKENS, _NO_TOKENS, nothing, _NO_TOKENS, "stop", 0, None, 0, None, 0, 0, 0)
         self.nodes = [root]
@@ -258,7 +269,8 @@ class SessionTree:
     ) -> Prepared:
         """The prompt that a request stands for. Nothing is changed. `force_call`: the answer is to begin as a tool call does.
 
-        Raises SessionError: 400 for what cannot be rendered, 409 for a turn that cannot be extended, 413 beyond the limits.
+        Raises SessionError: 400 for what cannot be rendered or does not fit into the context (ContextExceeded), 409 for a turn that cannot
+        be extended, 413 beyond the limits.
         """
         attachment = self.attach(messages, tools, template_kwargs)
         node, appended = attachment.node, attachment.appended
@@ -269,16 +281,19 @@ class SessionTree:
                 409, "the last turn was cut by length and cannot be extended; go on from an earlier one", "turn_cut_by_length"
             )
         msgs.check_tool_results(appended, node.messages[-1] if node.messages else None)
-        characters = sum(len(message["content"]) for message in appended)
-        if characters > self._limits.characters:
-            raise SessionError(413, f"the new messages have {characters} characters; at most {self._limits.characters} are allowed")
         if len(self.nodes) - 1 + self._in_flight >= self._limits.nodes:
             raise SessionError(413, f"the session has its {self._limits.nodes} turns; open another")
-        head = attachment.head
+        head, room = attachment.head, self._max_context - node.num_tokens
+        characters = msgs.characters([*appended, head.tools] if node.parent is None else appended)
+        if characters > CHARACTERS_A_TOKEN * room:
+            raise ContextExceeded(node, f"the new messages have {characters} characters, and there is room for {room} tokens")
         if node.parent is None:
             made = self._renderer.first(appended, head.tools, head.template_kwargs, force_call)
         else:
             made = self._renderer.later(int(node.sampled[-1]), appended, head.tools, head.template_kwargs, force_call)
+        if len(made.tokens) >= room:
+            total = node.num_tokens + len(made.tokens)
+            raise ContextExceeded(node, f"the conversation has {total} tokens and the context is {self._max_context}")
         if self.num_tokens + len(made.tokens) > self._limits.tokens:
             raise SessionError(413, f"the session would have more than its {self._limits.tokens} tokens; open another")
         before = attachment.path.ids(node) if attachment.path is not None else self._ids(node)

@@ -17,8 +17,9 @@ def check(pool: PagePool, held: list[list[int]]) -> None:
     owners = [*pool.free, *pool.idle, *np.flatnonzero(counts).tolist()]
     assert sorted(owners) == list(range(pool.num_pages)), "a page is owned twice or lost"
     assert {key: page for page, keys in pool.keys.items() for key in keys} == pool.index
-    by_parent = {Key(*place, tokens): page for place, pages in pool.children.items() for tokens, page in pages.items()}
-    assert by_parent == pool.index and all(pool.children.values())
+    by_parent = [Key(*place, tokens) for place, siblings in pool.children.items() for tokens in siblings]
+    assert len(by_parent) == len(pool.index) and set(by_parent) == pool.index.keys()
+    assert all(siblings and siblings == sorted(siblings) for siblings in pool.children.values())
     assert set(pool.idle) <= set(pool.keys) and not set(pool.free) & set(pool.keys)
     for key in pool.index:
         assert key.parent == ROOT or any(len(k.tokens) == 8 * PAGE for k in pool.keys.get(key.parent, [])), "a page without its parent"
@@ -130,3 +131,21 @@ def test_taking_more_than_there_is_and_giving_back_twice_are_caught():
     pool.release(pages)
     with pytest.raises(AssertionError, match="not held"):
         pool.release(pages)
+
+
+def test_of_many_prompts_with_a_common_beginning_each_finds_its_own():
+    """As sessions that share a system prompt: any number of entries stand after one page, and the one that agrees longest is taken."""
+    rng, pool = np.random.default_rng(1), PagePool(300)
+    prompts = [np.append(np.arange(PAGE), rng.integers(0, 3, rng.integers(1, PAGE))) for _ in range(200)]
+    for tokens in prompts:
+        head = pool.match(0, tokens).pages
+        pool.share(head)
+        enter(pool, 0, tokens, head + pool.allocate(2 - len(head)))
+
+    def common(a: np.ndarray, b: np.ndarray) -> int:
+        return int(np.cumprod(a[: min(len(a), len(b))] == b[: min(len(a), len(b))]).sum())
+
+    for tokens in prompts:
+        asked = np.append(tokens, rng.integers(0, 3, 9))[: 2 * PAGE]
+        match = pool.match(0, asked)
+        assert len(match.pages) * PAGE + match.count == max(common(asked[:-1], known) for known in prompts) >= len(tokens) - 1

@@ -6,28 +6,24 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from tito_traffic import Client, Ear, Hits, Traffic, agents, change, differing, later, mask_errors, play, prefix_violations
 
-from miles_core import pack
 from miles_core.assets import TINY
-from miles_core.engine.engine import Engine, SamplingParams
+from miles_core.engine.engine import Completion, Engine, SamplingParams
+from miles_core.engine.sequence import Rows
 from miles_core.model import hf
-from miles_core.model.attend import PackedAttend
-from miles_core.model.transformer import Transformer
-from miles_core.parity import Gate
-from miles_core.route_transport import Fetch, RouteStore
-from miles_core.routing import BalanceParams, TrainRoutes, encode
+from miles_core.routing import row_nbytes
 from miles_core.schema import Prompt
 from miles_core.tito.engine_backend import EngineBackend
 from miles_core.tito.episodes import AgentSession, EpisodeOver
 from miles_core.tito.player import MAX_STARTS, Player
 from miles_core.tito.render import Renderer
-from miles_core.tito.samples import Sample, collect
+from miles_core.tito.samples import collect
 from miles_core.tito.session import Session
 from miles_core.tito.verify import renderer_for
 
@@ -44,116 +40,90 @@ def make_engine(**changes: object) -> Engine:
     return Engine(hf.load(TINY), hf.load_tokenizer(TINY), seed=3, **{**sizes, **changes})
 
 
-async def drive(engine: Engine, backend: EngineBackend, work: asyncio.Future, at_step: dict | None = None) -> None:
-    """Step the engine on the loop of the sessions until the work is done."""
-    for step in range(100_000):
-        if work.done():
-            return
-        for _ in range(4):
-            await asyncio.sleep(0)
-        backend.pump()
-        if at_step and step in at_step:
-            at_step[step]()
-        for completion in engine.step():
-            assert backend.finish(completion)
-    raise AssertionError("the sessions did not end")
+def make_clients(backend: EngineBackend, renderer: Renderer, num: int, traffic: Traffic, seed: int = 0) -> list[Client]:
+    return [
+        Client(Session(str(i), renderer, Ear(backend), group=i, sample=0, max_context=2000), seed + i, traffic) for i in range(num)
+    ]  # fmt: skip
 
 
-async def wander(session: Session, seed: int, turns: int) -> int:
-    """A client that goes on, asks again, goes back and goes away, at random. Returns how many turns it cancelled."""
-    rng, cancelled = random.Random(seed), 0
-    branches: list[list[dict]] = [[]]
-    for _ in range(turns):
-        messages = branches[rng.randrange(len(branches))] if rng.random() < 0.3 else branches[-1]
-        asked = [*messages, {"role": "tool" if messages else "user", "content": "".join(rng.choices("0123456789+ ", k=rng.randint(1, 12)))}]
-        for _ in range(2 if rng.random() < 0.2 else 1):  # asked twice: a retry
-            task = asyncio.ensure_future(session.chat(asked, params=PARAMS))
-            if rng.random() < 0.1:
-                for _ in range(rng.randint(0, 12)):
-                    await asyncio.sleep(0)
-                task.cancel()
-            try:
-                reply = await task
-            except asyncio.CancelledError:
-                cancelled += 1
-                continue
-            if reply.finish != "length":
-                branches.append([*asked, reply.message])
-    return cancelled
-
-
-def differing(model: Transformer, samples: list[Sample], version: int) -> tuple[int, int]:
-    """(tokens of this version compared with the trainer, those that differ), with recorded routes replayed."""
-    store, moe, compared, wrong = RouteStore(0, None), model.config.moe, 0, 0
-    for number, sample in enumerate(samples):
-        t = sample.trajectory
-        t.group, t.verdict = number, 0
-        recorded = np.arange(len(t.tokens)) < len(sample.routes.rows_RLK)
-        store.keep(t, encode(sample.routes.rows_RLK, recorded))
-    trajectories = [sample.trajectory for sample in samples]
-    fetch, gate = Fetch(trajectories, store, None, moe, torch.device("cpu"), 1.0), Gate("report", "recompute", synchronous=False)
-    for batch in map(fetch.attach, pack.pack(trajectories, 4096)):
-        route = TrainRoutes(batch, moe, replay=True, passes=1, balance=BalanceParams())
-        sampling = (batch.temperature_M, batch.top_p_M, batch.top_k_M)
-        attend = PackedAttend(batch.cu_seqlens_S1, model.config.head_dim**-0.5)
-        with torch.no_grad():
-            logp_M, _ = model(batch.tokens_T, batch.positions_T, attend, batch.rows_M, batch.targets_M, sampling, route)
-        seen = gate.watch(logp_M, batch, version, route)
-        count = int(seen["train/logp_diff_tokens"].value())
-        compared += count
-        wrong += round(float(seen["train/logp_diff_frac"].value()) * count) if count else 0
-    return compared, wrong
-
-
-@pytest.mark.parametrize("changes", [{}, {"num_pages": 60, "max_sequences": 9, "max_batch_tokens": 90}], ids=["roomy", "cramped"])
-def test_random_sessions_are_trained_on_what_was_sampled(renderer: Renderer, changes: dict) -> None:
-    """32 sessions of 12 requests: masks recounted from the tree, no drift, and every log-prob the trainer's, to the bit."""
-    engine = make_engine(**changes)
-    backend = EngineBackend(engine)
-    sessions = [Session(str(i), renderer, backend, group=i, sample=0, max_context=600) for i in range(32)]
-
-    async def main() -> list[int]:
-        work = asyncio.gather(*(wander(session, i, 12) for i, session in enumerate(sessions)))
-        await drive(engine, backend, work)
-        return await work
-
-    assert sum(asyncio.run(main())) > 10 and engine.num_unfinished == 0 and backend.load == 0
+def checked(engine: Engine, clients: list[Client]) -> None:
+    """Prompts go on from what was sampled, no drift, masks recounted, and every log-prob the trainer's, to the bit."""
     samples = []
-    for session in sessions:
-        mine = collect(session)
-        for sample in mine:
-            masked = sample.trajectory.tokens[sample.trajectory.loss_mask == 1]
-            assert sample.drift.hard == 0, sample.drift
-            assert set(masked.tolist()) <= {token for node in session.tree.nodes for token in node.sampled.tolist()}
-        kept = {node.number for sample in mine for node in sample.leaf.branch()}
-        assert sum(int(s.trajectory.loss_mask.sum()) for s in mine) == sum(len(session.tree.nodes[n].sampled) for n in kept)
+    for client in clients:
+        mine = collect(client.session)
+        assert prefix_violations(client) == mask_errors(client, mine) == sum(sample.drift.hard for sample in mine) == 0
         samples += mine
     compared, wrong = differing(engine.model, samples, 0)
     assert compared == sum(int(s.trajectory.loss_mask.sum()) for s in samples) > 2000 and wrong == 0
 
 
+def test_random_sessions_are_trained_on_what_was_sampled(renderer: Renderer) -> None:
+    """32 sessions of 12 requests, on an engine that is short of pages, lanes and budget."""
+    engine = make_engine(num_pages=60, max_sequences=9, max_batch_tokens=90)
+    clients = make_clients(backend := EngineBackend(engine), renderer, 32, Traffic(PARAMS))
+    play(engine, backend, clients, 12)
+    assert sum(client.cancelled for client in clients) > 10
+    checked(engine, clients)
+
+
+def test_agents_at_once_compute_new_tokens_only(renderer: Renderer) -> None:
+    """64 sessions of 20 requests whose prompts begin alike: a turn computes what it brings, and the one token that was sampled last."""
+    engine = make_engine(num_pages=2500, max_sequences=64, max_batch_tokens=1024)
+    traffic = agents(PARAMS.stop_token_ids, engine.model.config.vocab_size)
+    clients = make_clients(backend := EngineBackend(engine), renderer, 64, traffic)
+    play(engine, backend, clients, 20)
+    turns = later(clients)
+    assert len(turns) > 1000 and max(turn.node.depth for turn in turns) > 15 and Hits.of(turns).rate >= 0.98
+    for turn in turns:
+        computed = len(turn.request.tokens) - turn.result.cached
+        assert 1 <= computed <= len(turn.node.prompt) + 1, "a retry may compute less"
+    checked(engine, clients)
+
+
 def test_new_weights_in_the_middle_of_sessions(renderer: Renderer) -> None:
     """Recompute: earlier turns keep their tokens, log-probs and routes; later ones are what the trainer computes with these routes."""
     engine = make_engine()
-    backend = EngineBackend(engine)
-    sessions = [Session(str(i), renderer, backend, group=i, sample=0, max_context=600) for i in range(16)]
-
-    def change() -> None:
-        with torch.no_grad():
-            for parameter in engine.model.parameters():
-                parameter.mul_(1.02)
-        engine.set_version(1, "recompute")
-
-    async def main() -> None:
-        work = asyncio.gather(*(wander(session, 50 + i, 8) for i, session in enumerate(sessions)))
-        await drive(engine, backend, work, {40: change})
-
-    asyncio.run(main())
-    samples = [sample for session in sessions for sample in collect(session)]
+    clients = make_clients(backend := EngineBackend(engine), renderer, 16, Traffic(PARAMS), 50)
+    play(engine, backend, clients, 8, lambda step: change(engine, "recompute") if step == 40 else None)
+    samples = [sample for client in clients for sample in collect(client.session)]
     versions = np.concatenate([s.trajectory.version_M for s in samples])
     assert 200 < versions.sum() < len(versions) - 200 and any(len(s.trajectory.version) == 2 for s in samples)
     compared, wrong = differing(engine.model, samples, 1)
     assert compared == versions.sum() and wrong == 0
+
+
+class Keeper(EngineBackend):
+    """Keeps the rows of every answer whole, by the identity of its request."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.rows: dict[int, Rows] = {}
+
+    def finish(self, completion: Completion) -> bool:
+        self.rows[id(self.turns[completion.number].request)] = completion.rows
+        return super().finish(completion)
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+def test_a_turn_holds_the_routes_of_its_own_tokens(renderer: Renderer, on_update: str) -> None:
+    """What is recorded of a token stays, whatever computes it again; so the turns of a branch have it in parts, and each byte once."""
+    engine = make_engine(num_pages=12, max_sequences=9)
+    clients = make_clients(backend := Keeper(engine), renderer, 12, Traffic(PARAMS))
+    play(engine, backend, clients, 12, lambda step: change(engine, on_update) if step % 40 == 39 else None)
+    assert engine.version > 2 and engine.counters.tokens_recomputed > 500
+    for client in clients:
+        for turn in client.turns:
+            whole, joined, before = backend.rows[id(turn.request)], turn.node.branch_routes(), turn.request.routes
+            assert len(whole.version_R) == turn.node.num_tokens - 1
+            assert torch.equal(joined.rows_RLK, whole.rows_RLK) and np.array_equal(joined.version_R, whole.version_R)
+            assert before is None or torch.equal(before.rows_RLK, whole.rows_RLK[: len(before.version_R)])
+        tree, held = client.session.tree, [node.routes for node in client.session.tree.nodes[1:]]
+        size = sum(rows.rows_RLK.untyped_storage().nbytes() + rows.version_R.nbytes for rows in held)
+        assert size == (row_nbytes(engine.model.config.moe) + 4) * (tree.num_tokens - len(tree.root.children))
+        assert all(rows.version_R.base is None for rows in held), "a view keeps all of what it is a part of"
+        answers = {turn.node.number: backend.rows[id(turn.request)] for turn in client.turns}
+        for sample in collect(client.session):
+            assert torch.equal(sample.routes.rows_RLK, answers[sample.leaf.number].rows_RLK)
 
 
 # ---- episodes

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tito_models import FakeBackend, FakeTurn, sampling, tokenizer_of
 
 from miles_core.schema import FINISH_REASONS, VERDICTS, group_nbytes, read_group, write_group
@@ -114,7 +115,10 @@ def test_a_sample_says_what_the_session_says() -> None:
     (sample,) = samples.collect(episode.session)
     t = sample.trajectory
     assert (t.group, t.sample, t.reward, VERDICTS[t.verdict], FINISH_REASONS[t.finish]) == (5, 2, 0.75, "ok", "length")
-    assert sample.routes == episode.turns[-1].made.routes
+    parts = [turn.made.routes for turn in episode.turns]
+    assert torch.equal(sample.routes.rows_RLK, torch.cat([part.rows_RLK for part in parts]))
+    assert np.array_equal(sample.routes.version_R, np.repeat([0, 1], [len(part.version_R) for part in parts]))
+    assert len(sample.routes.version_R) == len(t.tokens) - 1
     assert len(t.turns) == 4 and t.tokens.tolist() == episode.turns[1].request.tokens.tolist() + episode.turns[1].tokens
 
 

@@ -112,7 +112,7 @@ def test_other_bad_input_leaves_the_session_as_it_was() -> None:
     refused(session, 400, [user("a")], "tools must be a list", tools={"a": 1})
     refused(session, 400, [user("a")], r"tools\[0\] must be", tools=[{"function": {}}])
     refused(session, 400, [user("a")], "must be JSON", template_kwargs={"x": {1, 2}})
-    refused(session, 400, [user("word " * 100)], "the context is 60")
+    refused(session, 400, [user("word " * 80)], "the context is 60")
     assert session.overflowed is session.tree.root
     session.finish(1.0)
     refused(session, 409, [user("a")], "finished")

@@ -20,8 +20,9 @@ from tito_sessions import END, RENDERER, all_ids, chat, ids_of, open_session, re
 from miles_core.tito.backend import TurnResult
 from miles_core.tito.corpus import TOOLS
 from miles_core.tito.errors import SessionError
+from miles_core.tito.messages import characters
 from miles_core.tito.session import Reply
-from miles_core.tito.tree import MAX_PATHS, Limits, Node, SessionTree
+from miles_core.tito.tree import CHARACTERS_A_TOKEN, MAX_PATHS, Limits, Node, SessionTree
 
 
 def test_a_conversation_goes_on_from_its_own_tokens() -> None:
@@ -127,17 +128,36 @@ BAD = [
     (400, [user("a"), {"role": "assistant", "content": "b"}], "nothing to answer"),
     (400, [user("a"), called("{}"), {"role": "tool", "content": "x", "tool_call_id": "2"}], "tool_call_id '2'"),
     (400, [user("a"), {"role": "assistant", "tool_calls": [{"id": "1"}]}, user("b")], "the object `function`"),
-    (413, [user("x" * 5000)], "characters"),
+    (400, [user("x" * 2401)], "characters, and there is room for"),
+    (400, [user("x" * 400)], "tokens and the context is 300"),
 ]
 
 
 @pytest.mark.parametrize("status, messages, match", BAD)
 def test_bad_messages_leave_the_session_as_it_was(status: int, messages: Any, match: str) -> None:
-    session = open_session(limits=Limits(characters=4000))
+    session = open_session(max_context=300)
     refused(session, status, messages, match)
     first = chat(session, [user("a")])
     if isinstance(messages, list):
         refused(session, status, [user("a"), first.message, *messages])
+
+
+def test_messages_that_cannot_fit_are_refused_before_they_are_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many characters as the room has tokens, times a factor; wherever in the messages they stand, tools included."""
+    session = open_session(max_context=300)
+    first, limit = chat(session, [user("a")]), CHARACTERS_A_TOKEN * 300
+    room = 300 - first.node.num_tokens
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * limit}}
+    thought = {"role": "assistant", "content": "", "reasoning_content": "x" * limit}
+    encode, encoded = RENDERER.encoder.encode, []
+    monkeypatch.setattr(RENDERER.encoder, "encode", lambda text, mark: encoded.append(len(text)) or encode(text, mark))
+    refused(session, 400, [user("a" * limit)], "room for 300 tokens")
+    refused(session, 400, [user("b")], "room for 300 tokens", tools=[tool])
+    refused(session, 400, [user("a"), first.message, user("b"), thought, user("c")], f"room for {room} tokens")
+    assert session.overflowed is first.node and encoded == []
+    longest = CHARACTERS_A_TOKEN * room - characters([user("")])
+    refused(session, 400, [user("a"), first.message, user(" " * longest)], "the context is 300")
+    assert len(encoded) == 1
 
 
 def test_limits_count_turns_in_flight() -> None:
@@ -195,7 +215,7 @@ class Cost:
 
 @pytest.mark.parametrize("over_http", [False, True])
 def test_turn_100_costs_what_turn_5_costs(over_http: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree, messages, cost, costs = SessionTree(RENDERER, Limits()), [user("question 000")], Cost(monkeypatch), []
+    tree, messages, cost, costs = SessionTree(RENDERER, Limits(), 1 << 20), [user("question 000")], Cost(monkeypatch), []
     ids = np.array([*ids_of("the same answer"), END], np.int32)
     result = TurnResult(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop", 0)
     said = {"role": "assistant", "content": "the same answer"}

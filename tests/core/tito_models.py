@@ -15,9 +15,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from miles_core.engine.sequence import SamplingParams
+from miles_core.engine.sequence import Rows, SamplingParams
 from miles_core.model import hf
 from miles_core.tito.backend import Piece, TurnRequest, TurnResult
 
@@ -172,7 +173,10 @@ class FakeTurn:
         n, rng = len(self.tokens), np.random.default_rng(len(self.request.tokens))
         versions = np.sort(rng.integers(self.version, self.version + 3, n))
         logp = -rng.random(n).astype(np.float32)
-        self.made = TurnResult(np.array(self.tokens, np.int32), logp, versions.astype(np.int32), self.finish, 0, f"routes of {n}")
+        known = self.request.routes.version_R if self.request.routes else ()
+        new = len(self.request.tokens) + n - 1 - len(known)
+        routes = Rows(torch.from_numpy(rng.integers(0, 256, (new, 2, 1), np.uint8)), np.full(new, self.version, np.int32))
+        self.made = TurnResult(np.array(self.tokens, np.int32), logp, versions.astype(np.int32), self.finish, 0, routes)
         return self.made
 
     async def _step(self) -> None:
