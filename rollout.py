@@ -104,8 +104,8 @@ class Rollout:
     def judge(self, number: int, sample: int, reward: float, verdict: str) -> None:
         """The reward of one sample; the last one of its group finishes it."""
         group = self.open[number]
-        trajectory = group.done[sample].trajectory
-        trajectory.reward, trajectory.verdict = reward, VERDICTS.index(verdict)
+        for trajectory in group.done[sample].trajectories:
+            trajectory.reward, trajectory.verdict = reward, VERDICTS.index(verdict)
         group.num_rewarded += 1
         if group.num_rewarded == self.config.samples_per_prompt:
             self.finish(self.open.pop(number))
@@ -135,14 +135,15 @@ class Rollout:
 
     def finish(self, group: Group) -> None:
         """Rewards of a whole group -> advantages -> ring. From here on the trajectories are frozen."""
-        trajectories = [group.done[sample].trajectory for sample in range(self.config.samples_per_prompt)]
-        rewards = np.array([t.reward for t in trajectories])
-        ok = np.array([t.verdict == OK for t in trajectories])
-        for trajectory, advantage in zip(trajectories, ADVANTAGES[self.config.advantage](rewards, ok), strict=True):
-            trajectory.advantage = float(advantage)
-            if (routes := group.done[trajectory.sample].routes) is not None:
-                self.routes.keep(trajectory, routes)
-        self.ring.put(group.claim, trajectories)
+        answers = [group.done[sample] for sample in range(self.config.samples_per_prompt)]
+        rewards = np.array([answer.trajectory.reward for answer in answers])
+        ok = np.array([answer.trajectory.verdict == OK for answer in answers])
+        for answer, advantage in zip(answers, ADVANTAGES[self.config.advantage](rewards, ok), strict=True):
+            for trajectory, routes in zip(answer.trajectories, answer.routes, strict=True):
+                trajectory.advantage = float(advantage)
+                if routes is not None:
+                    self.routes.keep(trajectory, routes)
+        self.ring.put(group.claim, [trajectory for answer in answers for trajectory in answer.trajectories])
 
     def evaluate(self, shard: int, num_shards: int) -> dict[str, Metric]:
         metrics = evaluate(self.config, self.inputs, self.player, self.rewards, shard, num_shards)
@@ -184,8 +185,9 @@ class Inputs:
     tokenizer: hf.Tokenizer
     stop_token_ids: tuple[int, ...]
     task: tasks.Task
-    max_context: int  # prompt + answer, tokens; of an episode all of it
+    max_context: int  # prompt + answer, tokens; of an episode each branch, all its turns
     max_turns: int  # answers in it
+    max_branches: int  # trajectories that it may become
 
 
 def load_inputs(config: Config, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -200,17 +202,18 @@ def load_inputs(config: Config, device: torch.device, dtype: torch.dtype) -> Inp
     task = tasks.load(config.task, config.seed, config.data, config.eval_data)
     choose_kernels(model_config, device, dtype, config.parity)
     check_router(config, model_config.moe)
-    max_turns = 1
+    max_turns = max_branches = 1
     if agent := agent_name(config, task):
         if agent != HTTP:
             load_agent(agent)
-        max_turns = config.max_turns
+        max_turns, max_branches = config.max_turns, min(config.max_branches, config.max_turns)  # each has a turn of its own
     elif config.serve_port and not config.serve:
         raise ValueError(f"--serve-port: --task {config.task} has no agent, so there are no sessions to serve; give one with --agent")
     if config.micro_batch_tokens < max_context:
         raise ValueError(f"--micro-batch-tokens {config.micro_batch_tokens} cannot hold one sample of --max-context {max_context}")
     tokenizer = hf.load_tokenizer(model_dir)
-    return Inputs(model_dir, model_config, tokenizer, hf.load_stop_ids(model_dir, tokenizer), task, max_context, max_turns)
+    stop_ids = hf.load_stop_ids(model_dir, tokenizer)
+    return Inputs(model_dir, model_config, tokenizer, stop_ids, task, max_context, max_turns, max_branches)
 
 
 def check_router(config: Config, moe: MoEConfig | None) -> None:
@@ -285,7 +288,7 @@ def make_player(config: Config, inputs: Inputs, engine: Engine) -> Player:
     renderer = renderer_for(inputs.tokenizer, ends=inputs.stop_token_ids)
     player = Player(
         engine, params, HTTP if name == HTTP else load_agent(name), renderer,
-        max_context=inputs.max_context, max_turns=config.max_turns, timeout_s=config.episode_timeout,
+        max_context=inputs.max_context, max_turns=inputs.max_turns, max_branches=inputs.max_branches, timeout_s=config.episode_timeout,
         nobody_s=0.9 * config.timeout, strict=config.parity == "strict",  # sooner than the trainer, who knows less about the reason
     )  # fmt: skip
     if config.serve_port:

@@ -62,7 +62,7 @@ def train(run: Trainer, rollout: Rollout | None) -> None:
         if config.advantage in WHITENED:
             mine = whiten(mine, topo.train_sum(*whitening_sums(mine)))
         counts = pack.Counts(*topo.train_sum(*pack.count(mine)))
-        total = loss.denominator(run.loss_params, counts.loss_tokens, counts.loss_sequences)
+        total = loss.denominator(run.loss_params, counts.loss_tokens, counts.loss_episodes)
         run.routes.begin(shares, groups, counts)  # asks which experts each token has visited; nothing for dense models
         batches = pack.pack(mine, config.micro_batch_tokens)
         batches = pack.pad(batches, topo.train_max(len(batches)))  # FSDP: every rank runs as many forwards and backwards
@@ -125,7 +125,8 @@ def ring_shape(config: Config, layout: Layout, inputs: Inputs) -> dict[str, int]
     groups_per_step = config.prompts_per_step // layout.num_nodes
     num_slots, window = ring.derive(groups_per_step, config.max_staleness)
     # Versions only grow while a sample is made, and it spans at most max_staleness + 1 of them.
-    slot_bytes = 8 + config.samples_per_prompt * trajectory_nbytes(inputs.max_context, config.max_staleness + 2, 2 * inputs.max_turns)
+    longest = trajectory_nbytes(inputs.max_context, config.max_staleness + 2, 2 * inputs.max_turns)
+    slot_bytes = 8 + config.samples_per_prompt * inputs.max_branches * longest  # pages that nobody writes take no memory
     return {"num_slots": num_slots, "slot_bytes": slot_bytes, "window": window, "num_groups": groups_per_step * config.steps}
 
 
@@ -133,9 +134,10 @@ def describe(config: Config, layout: Layout, inputs: Inputs) -> str:
     """Who does what, and the staleness that follows: printed at start-up and by --dry-run."""
     shape = ring_shape(config, layout, inputs)
     bound = ring.staleness_bound(shape["num_slots"], shape["window"], config.prompts_per_step // layout.num_nodes)
+    branches = f" in each of at most {inputs.max_branches} branches" if inputs.max_branches > 1 else ""
     return (
         f"{layout.describe()}\n"
-        f"step: {config.prompts_per_step} prompts x {config.samples_per_prompt} samples of at most {inputs.max_context} tokens\n"
+        f"step: {config.prompts_per_step} prompts x {config.samples_per_prompt} samples of at most {inputs.max_context} tokens{branches}\n"
         f"ring: B = {shape['num_slots']} slots of {shape['slot_bytes'] / 2**20:.2f} MiB a node, window W = {shape['window']}\n"
         f"staleness: no sample is more than (B + W - 2) // P = {bound} version{'s' * (bound != 1)} old when it is trained on"
     )
@@ -191,8 +193,8 @@ class Trainer:
             self.model, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.steps,
         )  # fmt: skip
-        names = [f.name for f in dataclasses.fields(loss.LossParams)]
-        self.loss_params = loss.LossParams(**{name: getattr(config, name) for name in names})
+        flags = {f.name: getattr(config, f.name) for f in dataclasses.fields(loss.LossParams)}
+        self.loss_params = loss.LossParams(**flags | {"max_new_tokens": config.max_new_tokens * inputs.max_turns})
         self.gate = parity.Gate(config.parity, config.on_update, synchronous=config.max_staleness == 0)
         self.routes = ExpertRoutes(
             inputs.model_config.moe, config.routing_replay, config.router_balance_coef, config.router_z_coef, config.router_bias_rate,
@@ -227,9 +229,7 @@ class Trainer:
         """The staleness that the user asked for holds for every trajectory (DESIGN 4.2)."""
         for t in (t for group in groups for t in group):
             stale = self.version - t.oldest_version
-            assert 0 <= stale <= self.config.max_staleness, (
-                f"group {t.group} sample {t.sample}: {stale} versions old at step {self.version}"
-            )
+            assert 0 <= stale <= self.config.max_staleness, f"{t.name}: {stale} versions old at step {self.version}"
 
     def with_reference(self, batch: Batch) -> Batch:
         """The batch with the frozen reference's log-probs, if the loss has a KL term."""
@@ -380,7 +380,7 @@ def share(config: Config, inputs: Inputs, topo: Topology, start: Start) -> tuple
             offset=topo.node,
         )
         board = Board.create(Plan.of(hf.build(inputs.model_config, "meta"), topo.dtype), node_rollout_ranks, config.weight_transport)
-        step_size = config.prompts_per_step // layout.num_nodes * config.samples_per_prompt
+        step_size = config.prompts_per_step // layout.num_nodes * config.samples_per_prompt * inputs.max_branches
         made = node_ring, board, None if layout.colocated else Mailbox.create(node_rollout_ranks, step_size)
     paths = topo.gather([x and x.segment.path for x in made] if topo.is_node_leader else None)[topo.node_leader]
     if topo.is_node_leader:

@@ -2,10 +2,10 @@
 
     ADVANTAGES[name](rewards, ok) -> advantages
 
-`rewards` is a float array [n], one per sample of the group; `ok` is a bool array [n], true where the verdict is "ok". Only those
-samples enter the statistics. The others get advantage 0, and `pack` keeps their tokens out of the loss and out of every
-denominator, so what they get does not matter; 0 makes a mistake visible. A task whose own time-out counts as a failure gives
-that sample a reward and the verdict "ok".
+`rewards` is a float array [n], one per sample of the group, however many trajectories it has: they all get its advantage. `ok` is a
+bool array [n], true where the verdict is "ok". Only those samples enter the statistics. The others get advantage 0, and `pack` keeps
+their tokens out of the loss and out of every denominator, so what they get does not matter; 0 makes a mistake visible. A task whose
+own time-out counts as a failure gives that sample a reward and the verdict "ok".
 
 The three group baselines need two rewards to compare: with fewer, the whole group gets 0. `reinforce_pp` compares with the
 whole optimizer step instead, which no rollout rank sees: it stores the reward, and the training ranks finish the job by
@@ -74,7 +74,7 @@ def whitening_sums(trajectories: Sequence[Trajectory]) -> tuple[float, float, fl
 
     Every sampled token carries the advantage of its trajectory, so long answers weigh more: as in OpenRLHF, the authors' code.
     """
-    tokens = np.array([int(t.loss_mask.sum()) for t in trajectories if t.verdict == _OK], np.float64)
+    tokens = np.array([t.num_trained for t in trajectories if t.verdict == _OK], np.float64)
     advantages = np.array([t.advantage for t in trajectories if t.verdict == _OK], np.float64)
     return float(tokens.sum()), float((tokens * advantages).sum()), float((tokens * advantages**2).sum())
 

@@ -103,6 +103,9 @@ class Config:
     )
     serve_host: str = _flag("127.0.0.1", "rollout", "address to serve on; any but this machine's own needs a token in MILES_SERVE_TOKEN")
     max_turns: int = _flag(8, "rollout", "answers of the model in one episode of an agent")
+    max_branches: int = _flag(
+        4, "rollout", "most branches of one episode that are trained, where its agent forks the conversation; the latest are kept"
+    )
     episode_timeout: float = _flag(60.0, "rollout", "seconds before an episode is ended and its sample gets the verdict 'timeout'")
     reward_workers: int = _flag(1, "rollout", "reward processes of one rollout rank")
     reward_timeout: float = _flag(10.0, "rollout", "seconds before a reward is killed and its sample gets the verdict 'timeout'")
@@ -148,7 +151,7 @@ class Config:
     def __post_init__(self) -> None:
         at_least = {
             1: "steps keep_checkpoints prompts_per_step samples_per_prompt eval_samples max_new_tokens max_context max_sequences "
-            "prefill_tokens micro_batch_tokens reward_workers expert_parallel max_turns",
+            "prefill_tokens micro_batch_tokens reward_workers expert_parallel max_turns max_branches",
             0: "seed save_every eval_prompts temperature top_k kv_tokens clip_low clip_high icepop_low icepop_high kl_coef lr beta1 beta2 "
             "serve_port router_balance_coef router_z_coef router_bias_rate weight_decay warmup_steps max_grad_norm",
             -1: "rollout_ranks_per_node max_staleness",

@@ -10,6 +10,9 @@ ranks. A sample that is masked out (keep 0) contributes exactly 0 to the loss an
 Whose log-prob: `logp_roll_M` the sampler's, `logp_train_M` the trainer's (live, with gradient), `logp_prox_M` the trainer's at the
 start of the step. A batch that feeds one optimizer step need not carry `logp_prox_M`: it is then `logp_train_M`, detached.
 
+A sequence is one trajectory; an episode has one or, where its agent forks, several of them (schema.py). Ratios and terms are of tokens and
+sequences; what is averaged over "sequences" is averaged over episodes, so that one that forks often has no more weight than another.
+
 Shapes: M sampled tokens, S sequences. All values are float32.
 """
 
@@ -27,7 +30,7 @@ from miles_core.schema import Batch
 
 @dataclass(frozen=True)
 class LossParams:
-    """Each field is the command-line flag of the same name."""
+    """Each field is the command-line flag of the same name; `max_new_tokens` is that of a whole episode, all its turns."""
 
     loss: str
     anchor: str
@@ -68,7 +71,8 @@ def gspo(logp_train_M: torch.Tensor, batch: Batch, params: LossParams) -> Terms:
 
     Source: GSPO, arXiv 2507.18071, eqs. 5 and 7. Every token carries the term of its sequence, so `sequence_mean` gives the paper's
     objective. The paper's clip range is 3e-4 below and 4e-4 above. Importance weight and IcePop stay per token: they scale the
-    token's share of the term.
+    token's share of the term. Siblings keep a ratio each, over their own tokens: one ratio for an episode would tie together sequences
+    that may lie in different micro-batches, and on different ranks.
     """
     log_ratio_M = _log_ratio(logp_train_M, batch, params)
     sum_S = torch.zeros_like(batch.weight_S).index_add(0, batch.sequence_M, log_ratio_M)
@@ -156,15 +160,15 @@ def kl_to_reference(logp_train_M: torch.Tensor, batch: Batch, kind: str) -> torc
     return (-diff_M).exp() - 1 + diff_M
 
 
-def denominator(params: LossParams, loss_tokens: float, loss_sequences: float) -> float:
+def denominator(params: LossParams, loss_tokens: float, loss_episodes: float) -> float:
     """What the summed terms of an optimizer step are divided by, from counts summed over all training ranks (`pack.count`).
 
     A step whose every sample is masked has nothing to sum; its denominator is 1, its gradient 0.
     """
     totals = {
         "token_mean": loss_tokens,
-        "sequence_mean": loss_sequences,
-        "fixed_length": loss_sequences * params.max_new_tokens,
+        "sequence_mean": loss_episodes,
+        "fixed_length": loss_episodes * params.max_new_tokens,
     }
     return max(totals[params.aggregation], 1.0)
 
@@ -173,12 +177,12 @@ def aggregate(term_M: torch.Tensor, batch: Batch, params: LossParams, total: flo
     """This micro-batch's share of the step's loss: kept terms, summed, over the global `denominator`.
 
         token_mean      every token weighs the same: DAPO, arXiv 2503.14476, section 3.3
-        sequence_mean   every sequence weighs the same, its tokens share: GRPO, arXiv 2402.03300, eq. 3
-        fixed_length    sum over max_new_tokens, then mean over sequences: no length bias: Dr. GRPO, arXiv 2503.20783, section 3.2
+        sequence_mean   every episode weighs the same, the tokens of all its sequences share: GRPO, arXiv 2402.03300, eq. 3
+        fixed_length    sum over max_new_tokens, then mean over episodes: no length bias: Dr. GRPO, arXiv 2503.20783, section 3.2
     """
     term_M = torch.where(batch.keep_M > 0, term_M, 0.0)
     if params.aggregation == "sequence_mean":
-        term_M = term_M / batch.weight_S.clamp(min=1)[batch.sequence_M]
+        term_M = term_M / batch.episode_S.clamp(min=1)[batch.sequence_M]
     return term_M.sum() / total
 
 

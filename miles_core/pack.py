@@ -27,19 +27,20 @@ class Counts(NamedTuple):
     """What one rank brings to an optimizer step. Add them up over ranks."""
 
     loss_tokens: int  # sampled tokens that enter the loss
-    loss_sequences: int  # sequences with at least one of them
+    loss_episodes: int  # episodes with at least one of them; siblings count as one, at the first of them
     tokens: int  # all tokens that go through the model
     sequences: int  # all sequences that do
 
 
 def count(trajectories: Sequence[Trajectory]) -> Counts:
     """Counts of these trajectories; samples with another verdict than ok are in `tokens` only."""
-    kept = [int(t.loss_mask.sum()) for t in trajectories if t.verdict == _OK]
-    return Counts(sum(kept), sum(n > 0 for n in kept), sum(len(t.tokens) for t in trajectories), len(trajectories))
+    kept = [t for t in trajectories if t.verdict == _OK]
+    episodes = sum(t.sibling == 0 and t.episode_tokens > 0 for t in kept)
+    return Counts(sum(t.num_trained for t in kept), episodes, sum(len(t.tokens) for t in trajectories), len(trajectories))
 
 
 def zero_std(group: Sequence[Trajectory]) -> bool:
-    """True when the group's rewards are all equal, or fewer than two are valid: nothing to compare, all advantages are 0.
+    """True when the rewards of the group's episodes are all equal, or fewer than two are valid: all advantages are 0.
 
     `--skip-zero-std` leaves such groups out of the batch. Source: "dynamic sampling", DAPO, arXiv 2503.14476, section 3.2.
     """
@@ -94,19 +95,19 @@ def dummy() -> Batch:
     return Batch(
         tokens_T=id0, positions_T=id0, cu_seqlens_S1=torch.tensor([0, 1], dtype=torch.int32), rows_M=id0, targets_M=id0, sequence_M=id0,
         logp_roll_M=zero, advantage_M=zero, version_M=id0, keep_M=zero, temperature_M=one, top_p_M=one, top_k_M=id0, weight_S=zero,
-        ids_S2=torch.full((1, 2), -1),
+        episode_S=zero, ids_S3=torch.full((1, 3), -1),
     )  # fmt: skip
 
 
-def _longest_first(t: Trajectory) -> tuple[int, int, int]:
-    return -len(t.tokens), t.group, t.sample
+def _longest_first(t: Trajectory) -> tuple[int, ...]:
+    return -len(t.tokens), *t.key
 
 
 def _batch(packed: Sequence[Trajectory]) -> Batch:
     """One Batch of these trajectories in this order. Copies: the ring slots behind them can be released afterwards."""
     for t in packed:
         t.check()
-        assert not t.loss_mask[:1].any(), f"group {t.group} sample {t.sample}: the first token has no predecessor and cannot be sampled"
+        assert not t.loss_mask[:1].any(), f"{t.name}: the first token has no predecessor and cannot be sampled"
     lengths = np.array([len(t.tokens) for t in packed])
     starts = np.concatenate([[0], np.cumsum(lengths)])
     tokens_T = np.concatenate([t.tokens for t in packed]).astype(np.int64)
@@ -133,7 +134,8 @@ def _batch(packed: Sequence[Trajectory]) -> Batch:
         top_p_M=per_token("top_p", np.float32),
         top_k_M=per_token("top_k", np.int64),
         weight_S=torch.from_numpy(np.bincount(sequence_M, minlength=len(packed)).astype(np.float32) * keep_S),
-        ids_S2=torch.tensor([(t.group, t.sample) for t in packed]),
+        episode_S=torch.from_numpy(np.array([t.episode_tokens for t in packed], np.float32) * keep_S),
+        ids_S3=torch.tensor([t.key for t in packed]),
     )
     _check(batch)
     return batch
@@ -144,7 +146,7 @@ def _check(batch: Batch) -> None:
     fields_M = {name: len(value) for name, value in vars(batch).items() if name.endswith("_M") and value is not None}
     assert len(set(fields_M.values())) == 1, f"per-row fields differ in length: {fields_M}"
     assert len(batch.positions_T) == batch.num_tokens == int(batch.cu_seqlens_S1[-1]), (len(batch.positions_T), batch.cu_seqlens_S1)
-    assert len(batch.weight_S) == batch.num_sequences, (len(batch.weight_S), batch.num_sequences)
+    assert len(batch.weight_S) == len(batch.episode_S) == batch.num_sequences, (batch.weight_S, batch.episode_S, batch.num_sequences)
     rows_M, start_M = batch.rows_M, batch.cu_seqlens_S1[batch.sequence_M]
     assert bool(((rows_M >= start_M) & (rows_M + 1 < batch.cu_seqlens_S1[batch.sequence_M + 1])).all()), "a row left its sequence"
     assert torch.equal(batch.tokens_T[rows_M + 1], batch.targets_M), "targets are not the tokens after the rows"

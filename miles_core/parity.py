@@ -30,7 +30,7 @@ from miles_core.model.attend import PackedAttend, PagedAttend
 from miles_core.model.moe import live
 from miles_core.model.transformer import Attend, ModelConfig, Transformer
 from miles_core.routing import Replay, TrainRoutes
-from miles_core.schema import Batch
+from miles_core.schema import Batch, name_of
 
 Trace = dict[str, list[torch.Tensor]]  # op, in order of execution -> its outputs, one for each call
 
@@ -49,10 +49,9 @@ class Difference:
 
     def __str__(self) -> str:
         sequence, position = self.place
-        group, sample = self.batch.ids_S2[sequence].tolist()
         logp_roll = float(self.batch.logp_roll_M[self.row])
         return (
-            f"group {group} sample {sample}, token {int(self.batch.targets_M[self.row])} at position {position}: "
+            f"{name_of(*self.batch.ids_S3[sequence].tolist())}, token {int(self.batch.targets_M[self.row])} at position {position}: "
             f"sampler {logp_roll!r}, trainer {self.logp_train!r}, {self.logp_train - logp_roll:+.3g}"
         )
 

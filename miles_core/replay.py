@@ -47,8 +47,8 @@ class ExpertRoutes:
         self.step_balance = replace(self.balance, num_sequences=max(counts.sequences, 1), num_tokens=max(counts.tokens, 1))
         self.used: list[TrainRoutes] = []
         if self.fetches:
-            kept = {(t.group, t.sample) for share in shares for t in share}
-            wanted = plan(shares, self.trainers, [t for group in groups for t in group if (t.group, t.sample) not in kept])
+            kept = {t.key for share in shares for t in share}
+            wanted = plan(shares, self.trainers, [t for group in groups for t in group if t.key not in kept])
             if self.store is not None:
                 self.store.serve(wanted)
             elif self.mailbox is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from miles_core.metrics import Max, Mean, Metric, Sum
-from miles_core.schema import FINISH_REASONS, VERDICTS, Trajectory
+from miles_core.schema import DRIFTS, FINISH_REASONS, VERDICTS, Trajectory
 
 
 class Clock:
@@ -32,32 +32,54 @@ class Clock:
 def rollout_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Metric]:
     """`rollout/*` of the groups of one step, before any filter: what was sampled, not what was trained on. Holds no view of them.
 
-    Rewards count samples with the verdict ok only; pass@n is the share of groups with a sample whose reward is at least 1.
+    What counts samples counts episodes: siblings are one, as long as all their sampled tokens, and truncated if one of them is. Rewards
+    count samples with the verdict ok only; pass@n is the share of groups with a sample whose reward is at least 1.
     """
-    samples = [t for group in groups for t in group]
+    samples = [[t for t in group if t.sibling == 0] for group in groups]  # reward, verdict and length of an episode are in its first
+    trajectories, episodes = ([t for group in x for t in group] for x in (groups, samples))
     ok = VERDICTS.index("ok")
-    rewards = np.array([t.reward for t in samples if t.verdict == ok], np.float64)
-    lengths = np.array([int(t.loss_mask.sum()) for t in samples])
-    prompt_tokens = sum(int(np.cumsum(t.turns)[0::2].sum()) for t in samples)  # of every turn: all that stands before its answer
-    by_group = [[t.reward for t in group if t.verdict == ok] for group in groups]
+    rewards = np.array([t.reward for t in episodes if t.verdict == ok], np.float64)
+    lengths = np.array([t.episode_tokens for t in episodes])
+    by_group = [[t.reward for t in group if t.verdict == ok] for group in samples]
     spread = [float(np.std(rewards)) for rewards in by_group if len(rewards) > 1]
     metrics: dict[str, Metric] = {
         "rollout/reward_mean": Mean(float(rewards.sum()), len(rewards)),
         "rollout/reward_std": Mean(sum(spread), len(spread)),
         "rollout/zero_std_frac": Mean(sum(s == 0 for s in spread), len(spread)),
-        f"rollout/pass@{max(map(len, groups), default=0)}": Mean(sum(max(r, default=0.0) >= 1 for r in by_group), len(groups)),
+        f"rollout/pass@{max(map(len, samples), default=0)}": Mean(sum(max(r, default=0.0) >= 1 for r in by_group), len(groups)),
         "rollout/tokens": Sum(float(lengths.sum())),
         "rollout/response_len_mean": Mean(float(lengths.sum()), len(lengths)),
         "rollout/response_len_max": Max(int(lengths.max(initial=0))),
-        "rollout/truncated_frac": Mean(sum(t.finish == FINISH_REASONS.index("length") for t in samples), len(samples)),
-        "rollout/prefix_hit_rate": Mean(sum(t.cached for t in samples), prompt_tokens),
-        "rollout/version_span_max": Max(max((int(np.ptp(t.version[:, 0])) for t in samples), default=0)),
+        "rollout/truncated_frac": _share(trajectories, lambda t: t.finish == FINISH_REASONS.index("length")),
+        "rollout/prefix_hit_rate": Mean(sum(t.cached for t in trajectories), sum(int(_prompts(t).sum()) for t in trajectories)),
+        "rollout/version_span_max": Max(max((int(np.ptp(t.version[:, 0])) for t in trajectories), default=0)),
     }
-    if any(t.route_bytes for t in samples):
-        metrics["rollout/r3_bytes_per_token"] = Mean(sum(t.route_bytes for t in samples), sum(len(t.tokens) for t in samples))
+    if any(t.route_bytes for t in trajectories):
+        metrics["rollout/r3_bytes_per_token"] = Mean(sum(t.route_bytes for t in trajectories), sum(len(t.tokens) for t in trajectories))
     for index, verdict in enumerate(VERDICTS):
-        metrics[f"rollout/verdict/{verdict}"] = Mean(sum(t.verdict == index for t in samples), len(samples))
-    return metrics
+        metrics[f"rollout/verdict/{verdict}"] = Mean(sum(t.verdict == index for t in episodes), len(episodes))
+    return metrics | _agent_metrics([t for t in trajectories if len(t.drift)])
+
+
+def _agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
+    """What there is to say of episodes that an agent played: branches, the reuse of earlier turns, drift. Nothing without any."""
+    if not trajectories:
+        return {}
+    later = Mean(sum(t.cached_later for t in trajectories), sum(int(_prompts(t)[1:].sum()) for t in trajectories))
+    dropped = Sum(sum(t.branches_dropped for t in trajectories if t.sibling == 0))
+    drift = {f"rollout/drift/{name}": _share(trajectories, lambda t, i=i: t.drift[i] > 0) for i, name in enumerate(DRIFTS)}
+    return {"rollout/prefix_hit_rate_later": later, "rollout/branches_dropped": dropped, **drift}
+
+
+def _prompts(t: Trajectory) -> np.ndarray:
+    """Prompt tokens of every turn: all that stand before its answer; 0 where a sibling trains the turn, so that it counts once."""
+    answers_U = np.cumsum(t.turns)[0::2]  # where they begin
+    return np.where(t.loss_mask[answers_U] != 0, answers_U, 0)
+
+
+def _share(trajectories: Sequence[Trajectory], condition: Callable[[Trajectory], bool]) -> Mean:
+    """Share of the episodes of which some trajectory meets the condition."""
+    return Mean(len({t.key[:2] for t in trajectories if condition(t)}), len({t.key[:2] for t in trajectories}))
 
 
 def verdict(trainer_wait_frac: float, producer_blocked_frac: float, colocated: bool) -> str:

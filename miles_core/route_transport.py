@@ -10,8 +10,8 @@
     batch = fetch.attach(batch)                          # ... and waited for when a micro-batch needs them
 
 The mailbox is shared memory of a node: for every rollout rank one list of requests, replaced when the rank has served it. A colocated rank
-needs none: every rank knows the plan and serves it before it waits. Two ranks exchange their messages in order of (group, sample) on both
-sides, which is all that NCCL can tell them apart by.
+needs none: every rank knows the plan and serves it before it waits. Two ranks exchange their messages in order of (group, sample,
+sibling) on both sides, which is all that NCCL can tell them apart by.
 
 Nothing here ever routes anew: what is missing, damaged or of another size stops the run before anything was trained on.
 """
@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -32,9 +33,10 @@ import torch.distributed as dist
 from miles_core.digest import digest
 from miles_core.model.moe import MoEConfig
 from miles_core.routing import decode
-from miles_core.schema import NO_OWNER, Batch, Trajectory
+from miles_core.schema import NO_OWNER, Batch, Trajectory, name_of
 from miles_core.shm import Segment
 
+Key = tuple[int, int, int]  # Trajectory.key
 DROP = -1  # as destination: nobody trains on it
 POSTED, SERVED, COUNT = range(3)  # words of a rollout rank in the mailbox
 _ROW = 8
@@ -46,15 +48,16 @@ class Want(NamedTuple):
 
     group: int
     sample: int
+    sibling: int
     owner: int
     destination: int
     nbytes: int
 
 
 def plan(shares: Sequence[Sequence[Trajectory]], trainers: Sequence[int], dropped: Iterable[Trajectory]) -> list[Want]:
-    """Every request of a step, in order of (group, sample). `shares[i]` is what rank `trainers[i]` packs."""
+    """Every request of a step, in order of (group, sample, sibling). `shares[i]` is what rank `trainers[i]` packs."""
     pairs = [(rank, t) for rank, share in zip(trainers, shares, strict=True) for t in share] + [(DROP, t) for t in dropped]
-    wanted = (Want(t.group, t.sample, t.route_owner, rank, t.route_bytes) for rank, t in pairs)
+    wanted = (Want(*t.key, t.route_owner, rank, t.route_bytes) for rank, t in pairs)
     return sorted(want for want in wanted if want.owner != NO_OWNER)
 
 
@@ -110,12 +113,12 @@ class RouteStore:
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None):
         self.rank, self.group = rank, group
-        self.rows: dict[tuple[int, int], torch.Tensor] = {}
+        self.rows: dict[Key, torch.Tensor] = {}
         self.sending: list[tuple[dist.Work, torch.Tensor]] = []
 
     def keep(self, trajectory: Trajectory, payload: torch.Tensor) -> None:
         """Hold these bytes, and say so in the trajectory."""
-        self.rows[trajectory.group, trajectory.sample] = payload
+        self.rows[trajectory.key] = payload
         trajectory.route_owner, trajectory.route_bytes = self.rank, len(payload)
         trajectory.route_digest = digest(payload.cpu().numpy())
 
@@ -129,15 +132,15 @@ class RouteStore:
         for want in wanted:
             if want.owner != self.rank or want.destination == self.rank:
                 continue
-            payload = self.take(want.group, want.sample)
+            payload = self.take((want.group, want.sample, want.sibling))
             if want.destination != DROP:
                 assert len(payload) == want.nbytes, (want, len(payload))  # the receiver has made room for so many
                 self.sending.append((dist.isend(payload, want.destination, self.group), payload))
 
-    def take(self, group: int, sample: int) -> torch.Tensor:
-        payload = self.rows.pop((group, sample), None)
+    def take(self, key: Key) -> torch.Tensor:
+        payload = self.rows.pop(key, None)
         if payload is None:
-            raise RuntimeError(f"rank {self.rank} has no routes of group {group} sample {sample}")
+            raise RuntimeError(f"rank {self.rank} has no routes of {name_of(*key)}")
         return payload
 
 
@@ -149,35 +152,33 @@ class Fetch:
         timeout_s: float,
     ):  # fmt: skip
         self.moe, self.timeout_s, self.waited_s = moe, timeout_s, 0.0
-        self.trajectories = {(t.group, t.sample): (len(t.tokens), t.route_owner, t.route_digest) for t in mine}
-        self.arriving: dict[tuple[int, int], tuple[torch.Tensor, dist.Work | None]] = {}
-        for t in sorted(mine, key=lambda t: (t.group, t.sample)):
+        self.trajectories = {t.key: (len(t.tokens), t.route_owner, t.route_digest) for t in mine}
+        self.arriving: dict[Key, tuple[torch.Tensor, dist.Work | None]] = {}
+        for t in sorted(mine, key=attrgetter("key")):
             if t.route_owner == NO_OWNER:
-                raise RuntimeError(
-                    f"group {t.group} sample {t.sample} came without routes while --routing-replay is on: nothing was trained on it"
-                )
+                raise RuntimeError(f"{t.name} came without routes while --routing-replay is on: nothing was trained on it")
             if store is not None and t.route_owner == store.rank:
-                self.arriving[t.group, t.sample] = (store.take(t.group, t.sample), None)
+                self.arriving[t.key] = (store.take(t.key), None)
                 continue
             payload = torch.empty(t.route_bytes, dtype=torch.uint8, device=device)
-            with self._arrival(t.group, t.sample, t.route_owner):  # which also fails here, where the owner is known to have died
-                self.arriving[t.group, t.sample] = (payload, dist.irecv(payload, t.route_owner, group))
+            with self._arrival(t.key, t.route_owner):  # which also fails here, where the owner is known to have died
+                self.arriving[t.key] = (payload, dist.irecv(payload, t.route_owner, group))
 
     def attach(self, batch: Batch) -> Batch:
         """The batch with its routes; a dummy batch has none. Raises RuntimeError naming the trajectory whose rows are late or damaged."""
-        if not self.trajectories or int(batch.ids_S2[0, 0]) < 0:
+        if not self.trajectories or int(batch.ids_S3[0, 0]) < 0:
             return batch
         lengths_S = batch.cu_seqlens_S1.diff().tolist()
-        rows, recorded = zip(*(self._rows(*ids, n) for ids, n in zip(batch.ids_S2.tolist(), lengths_S, strict=True)), strict=True)
+        rows, recorded = zip(*(self._rows(tuple(key), n) for key, n in zip(batch.ids_S3.tolist(), lengths_S, strict=True)), strict=True)
         return replace(batch, routes_TLK=torch.cat(rows), routed_T=torch.cat(recorded))
 
-    def _rows(self, group: int, sample: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        payload, work = self.arriving.pop((group, sample))
-        length, owner, expected = self.trajectories[group, sample]
-        what, started = _name(group, sample, owner), time.perf_counter()
+    def _rows(self, key: Key, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        payload, work = self.arriving.pop(key)
+        length, owner, expected = self.trajectories[key]
+        what, started = _name(key, owner), time.perf_counter()
         assert length == num_tokens, (what, length, num_tokens)
         if work is not None:
-            with self._arrival(group, sample, owner):
+            with self._arrival(key, owner):
                 work.wait(timedelta(seconds=self.timeout_s))
         self.waited_s += time.perf_counter() - started
         if digest(payload.cpu().numpy()) != expected:
@@ -188,13 +189,13 @@ class Fetch:
             raise RuntimeError(f"{what}: {error}") from error
 
     @contextmanager
-    def _arrival(self, group: int, sample: int, owner: int) -> Iterator[None]:
+    def _arrival(self, key: Key, owner: int) -> Iterator[None]:
         """Say whose routes they are that could not be received."""
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(f"{_name(group, sample, owner)} did not arrive (the deadline is {self.timeout_s:g} s): {error}") from error
+            raise RuntimeError(f"{_name(key, owner)} did not arrive (the deadline is {self.timeout_s:g} s): {error}") from error
 
 
-def _name(group: int, sample: int, owner: int) -> str:
-    return f"routes of group {group} sample {sample} from rank {owner}"
+def _name(key: Key, owner: int) -> str:
+    return f"routes of {name_of(*key)} from rank {owner}"

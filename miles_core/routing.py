@@ -26,7 +26,7 @@ import torch
 from kernels.attention import PAGE
 from miles_core.metrics import Max, Mean, Metric, Sum
 from miles_core.model.moe import MoEConfig
-from miles_core.schema import Batch
+from miles_core.schema import Batch, name_of
 
 
 def id_dtype(num_experts: int) -> torch.dtype:
@@ -175,7 +175,7 @@ class TrainRoutes:
         self.num_layers = 0 if moe is None else len(moe.layers)
         self.calls = [0] * self.num_layers
         lengths_S = batch.cu_seqlens_S1.diff().long()
-        self.real_S = batch.ids_S2[:, 0] >= 0  # a dummy sequence counts nowhere
+        self.real_S = batch.ids_S3[:, 0] >= 0  # a dummy sequence counts nowhere
         numbers_S = torch.arange(len(lengths_S), device=lengths_S.device)
         self.sequence_T = torch.repeat_interleave(numbers_S, lengths_S, output_size=batch.num_tokens)
         self.real_T = self.real_S[self.sequence_T]
@@ -231,9 +231,9 @@ class TrainRoutes:
             return None
         token, layer = differs_TL.nonzero()[0].tolist()
         sequence = int(self.sequence_T[token])
-        (group, sample), position = self.batch.ids_S2[sequence].tolist(), token - int(self.batch.cu_seqlens_S1[sequence])
+        name, position = name_of(*self.batch.ids_S3[sequence].tolist()), token - int(self.batch.cu_seqlens_S1[sequence])
         recorded = to_ids(self.replay.rows_TLK[token, layer]).tolist()
-        return f"group {group} sample {sample}, position {position}, layer {self.moe.layers[layer]}: recorded experts {recorded}"
+        return f"{name}, position {position}, layer {self.moe.layers[layer]}: recorded experts {recorded}"
 
     def metrics(self) -> dict[str, Metric]:
         """`train/route_diff_frac`, over all and by layer, and the auxiliary loss. Nothing for a dense model."""

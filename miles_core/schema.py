@@ -7,14 +7,19 @@
 `FIELDS` declares every field of a Trajectory once. The ring's byte layout, the viewer and the tests loop over it: adding
 a field means adding a row here (and the code that fills it).
 
-Shapes: T tokens of one trajectory, M tokens of it that were sampled (loss_mask == 1), R runs of equal version, U turns.
+An *episode* is sample number `sample` of its group: one answer, or all that an agent did. Where an agent forks the conversation, each
+branch is a trajectory of its own, and the trajectories of an episode are *siblings*. They share reward, verdict and advantage. Each
+sampled token is trained in one of them: a turn that several branches begin with is masked in all but the first. What is counted by
+episode is counted at sibling 0, so the count does not depend on where siblings land.
+
+Shapes: T tokens of one trajectory, M sampled tokens that it trains (loss_mask == 1), R runs of equal version, U turns, D classes of drift.
 In a Batch, T and M count over all packed sequences and S is the number of sequences.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -26,7 +31,7 @@ from miles_core.digest import BLOCK, signed
 
 
 class Field(NamedTuple):
-    """One row of FIELDS. `shape` is "scalar", "T" (one value a token) or "R2" / "U" (a short array of its own length)."""
+    """One row of FIELDS. `shape` is "scalar", "T" (one value a token) or "R2" / "U" / "D" (a short array of its own length)."""
 
     name: str
     dtype: str
@@ -35,12 +40,16 @@ class Field(NamedTuple):
 
 FIELDS = (
     Field("group", "int64", "scalar"),  # group number g: global, fixes prompt and seeds
-    Field("sample", "int32", "scalar"),  # index inside the group, 0 .. n-1
+    Field("sample", "int32", "scalar"),  # index of the episode inside the group, 0 .. n-1
+    Field("sibling", "int32", "scalar"),  # index inside the episode, 0 .. number of its trajectories - 1
+    Field("episode_tokens", "int32", "scalar"),  # trained tokens of the episode, all siblings together
+    Field("branches_dropped", "int32", "scalar"),  # branches of the episode that are not trained, because it has too many
     Field("reward", "float32", "scalar"),
     Field("advantage", "float32", "scalar"),
     Field("verdict", "int32", "scalar"),  # index into VERDICTS
     Field("finish", "int32", "scalar"),  # index into FINISH_REASONS
-    Field("cached", "int32", "scalar"),  # prompt tokens that came from the prefix cache
+    Field("cached", "int32", "scalar"),  # prompt tokens of the turns it trains that came from the prefix cache
+    Field("cached_later", "int32", "scalar"),  # ... without a turn that begins the conversation
     Field("temperature", "float32", "scalar"),  # the distribution that was sampled from ...
     Field("top_p", "float32", "scalar"),
     Field("top_k", "int32", "scalar"),  # ... 0 = off
@@ -48,15 +57,17 @@ FIELDS = (
     Field("route_bytes", "int64", "scalar"),
     Field("route_digest", "int64", "scalar"),
     Field("tokens", "int32", "T"),
-    Field("loss_mask", "uint8", "T"),  # 1 exactly on sampled tokens
+    Field("loss_mask", "uint8", "T"),  # 1 exactly on the sampled tokens that it trains
     Field("logp_roll", "float32", "T"),  # sampler's log-prob; 0 where loss_mask is 0
-    Field("version", "int32", "R2"),  # rows (version, count) over the M sampled tokens, in order
+    Field("version", "int32", "R2"),  # rows (version, count) over its M tokens, in order
     Field("turns", "int32", "U"),  # lengths of the alternating prompt / answer stretches; they sum to T
+    Field("drift", "int32", "D"),  # how often its tokens differ from a fresh rendering, by class of DRIFTS; empty where no agent played
 )
 SCALARS = tuple(f for f in FIELDS if f.shape == "scalar")
 ARRAYS = tuple(f for f in FIELDS if f.shape != "scalar")
 VERDICTS = ("ok", "timeout", "infra_error", "no_verdict")
 FINISH_REASONS = ("stop", "length")
+DRIFTS = ("special_count", "special_type", "other_text", "assistant_text", "retokenised", "refused")  # told apart in tito/drift.py
 NO_OWNER = -1
 
 
@@ -90,7 +101,11 @@ class Trajectory:
     version: np.ndarray
     turns: np.ndarray
     finish: int
+    sibling: int = 0
+    episode_tokens: int = 0  # 0 = an episode of this trajectory alone
+    branches_dropped: int = 0
     cached: int = 0
+    cached_later: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -100,6 +115,25 @@ class Trajectory:
     route_owner: int = NO_OWNER
     route_bytes: int = 0
     route_digest: int = 0
+    drift: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def __post_init__(self) -> None:
+        if not self.episode_tokens:
+            self.episode_tokens = self.num_trained
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """(group, sample, sibling): no two trajectories of a run have all three in common."""
+        return self.group, self.sample, self.sibling
+
+    @property
+    def name(self) -> str:
+        return name_of(*self.key)
+
+    @property
+    def num_trained(self) -> int:
+        """Sampled tokens that this trajectory trains (M)."""
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def version_M(self) -> np.ndarray:
@@ -112,11 +146,17 @@ class Trajectory:
 
     def check(self) -> None:
         """Assert that the arrays agree with each other."""
-        num_tokens, num_sampled = len(self.tokens), int(np.count_nonzero(self.loss_mask != 0))
+        num_tokens, num_sampled = len(self.tokens), self.num_trained
         lengths = {f.name: len(getattr(self, f.name)) for f in ARRAYS if f.shape == "T"}
         assert set(lengths.values()) == {num_tokens}, f"per-token fields differ in length: {lengths}"
         assert int(self.version[:, 1].sum()) == num_sampled, (self.version, num_sampled)
         assert int(self.turns.sum()) == num_tokens, (self.turns, num_tokens)
+        assert num_sampled <= self.episode_tokens, f"{self.name} trains {num_sampled} tokens, its episode {self.episode_tokens}"
+
+
+def name_of(group: int, sample: int, sibling: int) -> str:
+    """A trajectory in words, for messages."""
+    return f"group {group} sample {sample}" + (f" sibling {sibling}" if sibling else "")
 
 
 @dataclass(frozen=True)
@@ -140,7 +180,8 @@ class Batch:
     top_p_M: torch.Tensor  # float32
     top_k_M: torch.Tensor  # int64
     weight_S: torch.Tensor  # float32 [S], kept tokens of each sequence
-    ids_S2: torch.Tensor  # int64 [S, 2], group and sample of each sequence
+    episode_S: torch.Tensor  # float32 [S], kept tokens of the episode that each sequence belongs to, all its siblings together
+    ids_S3: torch.Tensor  # int64 [S, 3], group, sample and sibling of each sequence
     logp_prox_M: torch.Tensor | None = None  # float32, trainer at step start (decoupled loss)
     logp_ref_M: torch.Tensor | None = None  # float32, frozen reference (KL)
     routes_TLK: torch.Tensor | None = None  # uint8 or int16, recorded experts of every token in every MoE layer (routing.py)
@@ -172,15 +213,15 @@ def _aligned(nbytes: int) -> int:
     return (nbytes + 7) & ~7
 
 
-def trajectory_nbytes(num_tokens: int, num_runs: int, num_turns: int) -> int:
+def trajectory_nbytes(num_tokens: int, num_runs: int, num_turns: int, num_drifts: int = len(DRIFTS)) -> int:
     """Bytes that a trajectory of these sizes takes in a ring slot or a journal."""
-    length = {"T": num_tokens, "R2": 2 * num_runs, "U": num_turns}
+    length = {"T": num_tokens, "R2": 2 * num_runs, "U": num_turns, "D": num_drifts}
     return _aligned(_SCALAR_DTYPE.itemsize) + sum(_aligned(length[f.shape] * np.dtype(f.dtype).itemsize) for f in ARRAYS)
 
 
 def group_nbytes(group: list[Trajectory]) -> int:
     """Exact size of `write_group(group, ...)`."""
-    return 8 + sum(trajectory_nbytes(len(t.tokens), len(t.version), len(t.turns)) for t in group)
+    return 8 + sum(trajectory_nbytes(len(t.tokens), len(t.version), len(t.turns), len(t.drift)) for t in group)
 
 
 def write_group(group: list[Trajectory], buffer: memoryview) -> int:

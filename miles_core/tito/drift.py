@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from miles_core.schema import DRIFTS
+
 if TYPE_CHECKING:
     from miles_core.tito.render import Renderer
 
-HARD = ("special_count", "special_type", "other_text")  # must be 0
-SOFT = ("assistant_text", "retokenised", "refused")  # reported
+HARD, SOFT = DRIFTS[:3], DRIFTS[3:]  # must be 0; reported
 _CONTEXT = 40  # characters shown around a difference
 
 
@@ -41,6 +42,11 @@ class Drift:
     first: str = ""
 
     @property
+    def counts(self) -> np.ndarray:
+        """int32 [D], by class of DRIFTS."""
+        return np.array([getattr(self, name) for name in DRIFTS], np.int32)
+
+    @property
     def hard(self) -> int:
         return sum(getattr(self, name) for name in HARD)
 
@@ -58,7 +64,7 @@ def measure(renderer: Renderer, kept_T: np.ndarray, sampled_T: np.ndarray, fresh
     if len(kept) != len(fresh):
         pair = next((a, b) for a, b in zip_longest(kept, fresh) if a is None or b is None or not np.array_equal(kept_T[a], fresh_T[b]))
         return Drift(special_count=abs(len(kept) - len(fresh)), first=_show(renderer, kept_T, fresh_T, *pair))
-    counts = dict.fromkeys((*HARD, *SOFT), 0)
+    counts = dict.fromkeys(DRIFTS, 0)
     first: dict[str, str] = {}
     header, text = _assistant_header(renderer)
     for a, b in zip(kept, fresh, strict=True):
@@ -73,7 +79,7 @@ def measure(renderer: Renderer, kept_T: np.ndarray, sampled_T: np.ndarray, fresh
         for kind in kinds:
             counts[kind] += 1
             first.setdefault(kind, _show(renderer, kept_T, fresh_T, a, b))
-    return Drift(**counts, first=next((first[kind] for kind in (*HARD, *SOFT) if kind in first), ""))
+    return Drift(**counts, first=next((first[kind] for kind in DRIFTS if kind in first), ""))
 
 
 def _is_mark(renderer: Renderer, ids_T: np.ndarray) -> np.ndarray:

@@ -24,12 +24,11 @@ from miles_core.tito.episodes import Episodes
 from miles_core.tito.loop import Loop
 from miles_core.tito.offers import Offers
 from miles_core.tito.render import Renderer
-from miles_core.tito.samples import collect, last_attempts
+from miles_core.tito.samples import Sample, collect
 from miles_core.tito.serve import Server, serve
 from miles_core.tito.server import make_app
 from miles_core.tito.session import Session
 from miles_core.tito.sessions import Sessions
-from miles_core.tito.tree import Node, SessionTree
 
 MAX_STARTS = 3  # of an episode that ends before its first turn
 MAX_SESSIONS = 1 << 20  # those of a run are bounded by its groups
@@ -38,33 +37,36 @@ IDLE_S = 600.0  # a session of a harness that nobody uses for so long is given u
 
 @dataclass(frozen=True)
 class Answer:
-    """`reward` is None where the task's reward has to judge `text`; `verdict` is "ok" then. `routes`: see routing.encode."""
+    """`trajectories`: one, or the branches of an episode; `routes`: of each, see routing.encode. `reward` is None where the task's
+    reward has to judge `text`; `verdict` is "ok" then."""
 
-    trajectory: Trajectory
+    trajectories: list[Trajectory]
     text: str
-    routes: torch.Tensor | None
+    routes: list[torch.Tensor | None]
     reward: float | None = None
     verdict: str = "ok"
 
-
-def last_leaf(tree: SessionTree) -> list[Node]:
-    """What an episode is trained on: its last branch, whose turns are all trained in it."""
-    return last_attempts(tree)[-1:]
+    @property
+    def trajectory(self) -> Trajectory:
+        """The first: group, sample, reward, verdict and advantage are the same in all."""
+        return self.trajectories[0]
 
 
 class Player:
     """One on each rollout rank. `agent`: plays the episodes; HTTP = agents of other processes do (offers.py); None = an answer is one turn.
 
-    `max_context`, `max_turns` and `timeout_s` bound an episode, `nobody_s` how long one waits with no harness in sight.
+    `max_context`, `max_turns` and `timeout_s` bound an episode, `nobody_s` how long one waits with no harness in sight; `max_branches`: how
+    many branches of one are trained, the latest if it has more.
 
     `strict`: an episode whose tokens are not those of a fresh rendering, beyond what the model wrote itself, stops the run (DESIGN 4.8).
     """
 
     def __init__(
         self, engine: Engine, params: SamplingParams, agent: Agent | str | None = None, renderer: Renderer | None = None,
-        *, max_context: int = 0, max_turns: int = 1, timeout_s: float = 60.0, nobody_s: float = 300.0, strict: bool = False,
+        *, max_context: int = 0, max_turns: int = 1, max_branches: int = 1, timeout_s: float = 60.0, nobody_s: float = 300.0,
+        strict: bool = False,
     ):  # fmt: skip
-        self.engine, self.params, self.strict = engine, params, strict
+        self.engine, self.params, self.max_branches, self.strict = engine, params, max_branches, strict
         self.backend = EngineBackend(engine)
         self.prompts: dict[tuple[int, int], Prompt] = {}  # of the episodes
         self.starts: Counter[tuple[int, int]] = Counter()
@@ -111,7 +113,7 @@ class Player:
         self.backend.pump()
         for completion in self.engine.step():
             if not self.backend.finish(completion):
-                answers.append(Answer(completion.trajectory, completion.text, completion.routes))
+                answers.append(Answer([completion.trajectory], completion.text, [completion.routes]))
         return answers
 
     def close(self) -> None:
@@ -143,7 +145,7 @@ class Player:
         prompt = self.prompts.pop(key)
         if session.detail and session.verdict != "ok":
             print(f"group {key[0]} sample {key[1]}: {session.verdict}: {session.detail}", file=sys.stderr, flush=True)
-        samples = collect(session, last_leaf)
+        samples = collect(session, max_branches=self.max_branches)
         if not samples:
             if self.starts[key] >= MAX_STARTS:
                 why = session.detail or f"verdict {session.verdict}"
@@ -151,8 +153,14 @@ class Player:
             self.add(prompt, session.sample)
             return []
         del self.starts[key]
-        if self.strict and (drift := samples[-1].drift).hard:
-            raise RuntimeError(f"group {key[0]} sample {key[1]}: the tokens of the session drifted from their messages: {drift}")
-        trajectory, rows = samples[-1].trajectory, samples[-1].routes
-        routes = None if rows is None else encode(rows.rows_RLK, np.arange(len(trajectory.tokens)) < len(rows.rows_RLK))
-        return [Answer(trajectory, session.last_answer, routes, session.reward, session.verdict)]
+        for sample in samples if self.strict else ():
+            if sample.drift.hard:
+                raise RuntimeError(f"{sample.trajectory.name}: the tokens of the session drifted from their messages: {sample.drift}")
+        trajectories = [sample.trajectory for sample in samples]
+        return [Answer(trajectories, session.last_answer, [_routes(sample) for sample in samples], session.reward, session.verdict)]
+
+
+def _routes(sample: Sample) -> torch.Tensor | None:
+    """What the engine has recorded of a branch, for transport."""
+    rows = sample.routes
+    return None if rows is None else encode(rows.rows_RLK, np.arange(len(sample.trajectory.tokens)) < len(rows.rows_RLK))

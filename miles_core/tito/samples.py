@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.schema import FINISH_REASONS, VERDICTS, Trajectory
-from miles_core.tito import drift
-from miles_core.tito.drift import Drift
+from miles_core.tito.drift import Drift, measure
 from miles_core.tito.errors import SessionError
 from miles_core.tito.tree import Node, SessionTree
 
@@ -56,14 +55,16 @@ def last_attempts(tree: SessionTree) -> list[Node]:
     return sorted(leaves, key=lambda node: node.number)
 
 
-def collect(session: Session, picker: Picker = last_attempts) -> list[Sample]:
-    """One sample for each leaf that `picker` keeps; the reward and the verdict of the session in each.
+def collect(session: Session, picker: Picker = last_attempts, max_branches: int | None = None) -> list[Sample]:
+    """One sample for each leaf that `picker` keeps, the latest `max_branches` of them; the session's reward and verdict in each.
 
     Tokens that several leaves share are trained in the first of them, and masked in the others. Turns that were sampled from another
     distribution (temperature, top_p, top_k) than the leaf's last one become a sample of their own: a trajectory has one distribution.
     """
+    leaves = picker(session.tree)
+    dropped = 0 if max_branches is None else max(len(leaves) - max_branches, 0)
     samples, trained = [], set()
-    for leaf in picker(session.tree):
+    for leaf in leaves[dropped:]:
         branch = leaf.branch()
         new = [node for node in branch if node.number not in trained]
         for distribution in dict.fromkeys(_distribution(node) for node in reversed(new)):
@@ -71,6 +72,10 @@ def collect(session: Session, picker: Picker = last_attempts) -> list[Sample]:
             end = max(i for i, node in enumerate(branch) if node.number in mine)
             samples.append(_sample(session, branch[: end + 1], mine))
         trained |= {node.number for node in new}
+    episode_tokens = sum(sample.trajectory.num_trained for sample in samples)
+    for sibling, sample in enumerate(samples):
+        t = sample.trajectory
+        t.sibling, t.episode_tokens, t.branches_dropped = sibling, episode_tokens, dropped
     return samples
 
 
@@ -90,6 +95,8 @@ def _sample(session: Session, branch: list[Node], trained: set[int]) -> Sample:
             mask_T[at : at + len(node.sampled)], logp_T[at : at + len(node.sampled)] = 1, node.logp
         at += len(node.sampled)
     version_M = np.concatenate([node.version for node in branch if node.number in trained])
+    cached = [node.cached if node.number in trained else 0 for node in branch]
+    drift = drift_of(session.renderer, branch, tokens)
     temperature, top_p, top_k = _distribution(last)
     trajectory = Trajectory(
         group=session.group,
@@ -100,15 +107,17 @@ def _sample(session: Session, branch: list[Node], trained: set[int]) -> Sample:
         version=run_lengths(version_M),
         turns=np.array(lengths, np.int32),
         finish=FINISH_REASONS.index("length" if last is session.overflowed else last.finish),
-        cached=sum(node.cached for node in branch),
+        cached=sum(cached),
+        cached_later=sum(cached[1:]),
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
         reward=session.reward or 0.0,
         verdict=VERDICTS.index(session.verdict or "no_verdict"),
+        drift=drift.counts,
     )
     trajectory.check()
-    return Sample(trajectory, last, last.routes, drift_of(session.renderer, branch, tokens))
+    return Sample(trajectory, last, last.routes, drift)
 
 
 def run_lengths(version_M: np.ndarray) -> np.ndarray:
@@ -131,4 +140,4 @@ def drift_of(renderer: Renderer, branch: list[Node], tokens_T: np.ndarray) -> Dr
     ends = np.flatnonzero(np.isin(fresh_T, list(renderer.ends)))
     if len(ends) and not renderer.encoder.decode(fresh_T[ends[-1] + 1 :]).strip():
         fresh_T = fresh_T[: ends[-1]]
-    return drift.measure(renderer, tokens_T[:kept], sampled_T[:kept], fresh_T)
+    return measure(renderer, tokens_T[:kept], sampled_T[:kept], fresh_T)

@@ -107,7 +107,7 @@ def packed(run: Run) -> tuple[Batch, torch.Tensor]:
     trajectories = [completion.trajectory for completion in run.done.values()]
     (batch,) = pack.pack(trajectories, 1 << 20)
     rows, decided = [], []
-    for name in map(tuple, batch.ids_S2.tolist()):
+    for name in map(tuple, batch.ids_S3[:, :2].tolist()):
         completion = run.done[name]
         length = len(completion.trajectory.tokens)
         rows_TLK, recorded_T = decode(completion.routes, length, config.moe)

@@ -32,12 +32,13 @@ def make_batch(roll: list[float], advantage: list[float], lengths: list[int] | N
     lengths = lengths or [1] * num
     sequence_M = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     keep_M = torch.tensor(keep or [1] * num, dtype=torch.float32)
+    weight_S = torch.zeros(len(lengths)).index_add(0, sequence_M, keep_M)
     ids, one = torch.zeros(num, dtype=torch.int64), torch.ones(num)
     return Batch(
         tokens_T=ids, positions_T=ids, cu_seqlens_S1=torch.tensor([0, *lengths]).cumsum(0).int(), rows_M=ids, targets_M=ids,
         sequence_M=sequence_M, logp_roll_M=logs(*roll), advantage_M=torch.tensor(advantage, dtype=torch.float32), version_M=ids,
         keep_M=keep_M, temperature_M=one, top_p_M=one, top_k_M=ids,
-        weight_S=torch.zeros(len(lengths)).index_add(0, sequence_M, keep_M), ids_S2=torch.zeros(len(lengths), 2, dtype=torch.int64),
+        weight_S=weight_S, episode_S=weight_S, ids_S3=torch.zeros(len(lengths), 3, dtype=torch.int64),
     )  # fmt: skip
 
 
@@ -235,7 +236,7 @@ def test_aggregation(aggregation: str, total: float, expected: float) -> None:
     """Sequences of 3 and 1 kept tokens, and one of 2 that is masked out."""
     params = replace(PARAMS, aggregation=aggregation)
     batch = make_batch([0.5] * 6, [1.0] * 6, lengths=[3, 1, 2], keep=[1, 1, 1, 1, 0, 0])
-    assert denominator(params, loss_tokens=4, loss_sequences=2) == total
+    assert denominator(params, loss_tokens=4, loss_episodes=2) == total
     assert aggregate(torch.tensor([1.0, 2.0, 3.0, 10.0, 77.0, math.nan]), batch, params, total).item() == expected
 
 

@@ -44,16 +44,17 @@ def test_fields_by_hand() -> None:
         "top_p_M": [1, 1, 1, 0.9],
         "top_k_M": [0, 0, 0, 8],
         "weight_S": [3, 0],
-        "ids_S2": [[0, 0], [0, 1]],
+        "episode_S": [3, 0],
+        "ids_S3": [[0, 0, 0], [0, 1, 0]],
     }
     for name, values in expected.items():
         tensor = getattr(batch, name)
         assert torch.equal(tensor, torch.tensor(values, dtype=tensor.dtype)), (name, tensor)
-    floats = {name for name in expected if name in ("logp_roll_M", "advantage_M", "keep_M", "temperature_M", "top_p_M", "weight_S")}
+    floats = {"logp_roll_M", "advantage_M", "keep_M", "temperature_M", "top_p_M", "weight_S", "episode_S"}
     for name in expected:
         wanted = torch.float32 if name in floats else torch.int32 if name == "cu_seqlens_S1" else torch.int64
         assert getattr(batch, name).dtype == wanted, name
-    assert pack.count([masked, multi_turn]) == pack.Counts(loss_tokens=3, loss_sequences=1, tokens=8, sequences=2)
+    assert pack.count([masked, multi_turn]) == pack.Counts(loss_tokens=3, loss_episodes=1, tokens=8, sequences=2)
 
 
 def _sequences(batches: list[Batch]) -> Counter:

@@ -1,10 +1,12 @@
 """The one serialisation of trajectories. Run: python -m pytest tests/core/test_schema.py"""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from miles_core.digest import digest
-from miles_core.schema import FIELDS, Trajectory, group_nbytes, read_group, write_group
+from miles_core.schema import DRIFTS, FIELDS, Trajectory, group_nbytes, read_group, write_group
 
 
 def random_trajectory(rng: np.random.Generator, group: int, sample: int, num_prompt: int, num_answer: int) -> Trajectory:
@@ -20,13 +22,18 @@ def random_trajectory(rng: np.random.Generator, group: int, sample: int, num_pro
         version=np.array(runs, np.int32),
         turns=np.array([num_prompt, num_answer], np.int32),
         finish=1,
+        sibling=sample % 3,
+        episode_tokens=num_answer + sample,
+        branches_dropped=sample,
         cached=num_prompt // 2,
+        cached_later=num_prompt // 4,
         temperature=0.7,
         top_p=0.9,
         top_k=5,
         reward=float(np.float32(rng.normal())),
         verdict=2,
         advantage=float(np.float32(rng.normal())),
+        drift=rng.integers(0, 9, len(DRIFTS) * (sample % 2)).astype(np.int32),
     )
 
 
@@ -49,6 +56,15 @@ def test_fields_that_disagree_are_refused():
     trajectory.logp_roll = trajectory.logp_roll[:-1]
     with pytest.raises(AssertionError, match="differ in length"):
         write_group([trajectory], memoryview(bytearray(4096)))
+    trajectory = random_trajectory(np.random.default_rng(1), 3, 1, 4, 6)
+    trajectory.episode_tokens = 5
+    with pytest.raises(AssertionError, match="group 3 sample 1 sibling 1 trains 6 tokens, its episode 5"):
+        trajectory.check()
+
+
+def test_an_episode_of_one_trajectory_has_its_tokens():
+    trajectory = random_trajectory(np.random.default_rng(1), 0, 0, 4, 6)
+    assert replace(trajectory, episode_tokens=0).episode_tokens == 6 and replace(trajectory, episode_tokens=9).episode_tokens == 9
 
 
 def test_versions_expand_over_sampled_tokens_only():

@@ -145,6 +145,40 @@ def test_shared_turns_are_trained_in_the_first_leaf_alone() -> None:
     ]
 
 
+@pytest.mark.parametrize("max_branches", [None, 4, 3, 2, 1])
+def test_of_many_branches_the_latest_are_kept_and_their_shared_turns_with_them(max_branches: int | None) -> None:
+    """Two turns, two ways on from the second, a new conversation, and one more way on from the first turn: four leaves."""
+    episode = Episode()
+    a = [user("a")]
+    first = episode.chat(a)
+    b = [*a, first.message, user("b")]
+    second = episode.chat(b)
+    leaves = [episode.chat([*b, second.message, user(text)]).node for text in "cd"]
+    leaves += [episode.chat([user("summary")]).node, episode.chat([*a, first.message, user("e")]).node]
+    episode.session.finish(0.5)
+    made = samples.collect(episode.session, max_branches=max_branches)
+    kept = leaves[-(max_branches or 4) :]
+    assert [s.leaf for s in made] == kept
+    turns = {node.number: node for leaf in kept for node in leaf.branch()}
+    for sibling, t in enumerate(s.trajectory for s in made):
+        assert (t.key, t.reward, VERDICTS[t.verdict]) == ((5, 2, sibling), 0.5, "ok")
+        assert t.branches_dropped == 4 - len(kept)
+        assert t.episode_tokens == sum(s.trajectory.num_trained for s in made) == sum(len(node.sampled) for node in turns.values())
+        assert t.turns.sum() == kept[sibling].num_tokens and 0 < t.num_trained
+    sampled = [tuple(t.logp_roll[t.loss_mask == 1].tolist()) for t in (s.trajectory for s in made)]
+    assert sorted(sum(sampled, ())) == sorted(float(x) for node in turns.values() for x in node.logp), "each token in one sibling"
+
+
+def test_cached_tokens_are_those_of_the_turns_that_are_trained() -> None:
+    episode = Episode()
+    first = episode.chat([user("a")])
+    leaves = [episode.chat([user("a"), first.message, user(text)]).node for text in "bc"] + [episode.chat([user("d")]).node]
+    for cached, node in enumerate((first.node, *leaves), 1):
+        node.cached = 10**cached
+    made = [sample.trajectory for sample in samples.collect(episode.session)]
+    assert [(t.cached, t.cached_later) for t in made] == [(10 + 100, 100), (1000, 1000), (10_000, 0)]
+
+
 def test_turns_of_another_distribution_are_a_sample_of_their_own() -> None:
     episode = Episode()
     first = episode.chat([user("a")])

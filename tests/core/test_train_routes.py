@@ -245,7 +245,7 @@ def drive(batches: list[Batch], moe: MoEConfig, logits: dict, balance: BalancePa
     total = 0.0
     for batch in batches:
         route = TrainRoutes(batch, moe, replay=True, passes=1, balance=balance)
-        ids = [tuple(pair) for pair in batch.ids_S2.tolist()]
+        ids = [tuple(pair) for pair in batch.ids_S3[:, :2].tolist()]
         logits_TE = torch.cat([logits.get(pair, torch.full((1, moe.num_experts), 7.0)) for pair in ids])
         for layer in range(len(moe.layers)):
             x_TE = logits_TE * (1 + layer)
@@ -332,5 +332,5 @@ def test_route_diff_frac_compares_sets_of_recorded_tokens_only() -> None:
             "train/route_diff_frac/layer_1": 2 / count,
         }
         assert set(metric.value() for metric in same.metrics().values()) == {0.0} and same.first_difference() is None
-        group, sample = batch.ids_S2[0].tolist()
+        group, sample, _ = batch.ids_S3[0].tolist()
         assert route.first_difference().startswith(f"group {group} sample {sample}, position 1, layer 0: recorded experts [")

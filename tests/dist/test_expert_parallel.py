@@ -85,7 +85,7 @@ def make_step(num_sequences: int) -> list[Trajectory]:
 
 def with_routes(batch: Batch, moe: MoEConfig, ids: tuple[int, ...] | None) -> Batch:
     """The batch as if every token had been sent to these experts; as it is with None, or for a dummy."""
-    if ids is None or int(batch.ids_S2[0, 0]) < 0:
+    if ids is None or int(batch.ids_S3[0, 0]) < 0:
         return batch
     rows_TLK = torch.tensor(ids, dtype=torch.uint8).expand(batch.num_tokens, len(moe.layers), moe.top_k).contiguous()
     return replace(batch, routes_TLK=rows_TLK, routed_T=torch.ones(batch.num_tokens, dtype=torch.bool))
@@ -108,7 +108,7 @@ def train(model: Transformer, shares: list[list[Trajectory]], rank: int, ids: tu
     most = max(len(pack.pack(share, MAX_TOKENS)) for share in shares)
     batches = pack.pad(pack.pack(shares[rank], MAX_TOKENS), most)
     start = {name: tensor.clone() for name, tensor in full_tensors(model)}
-    seen: dict = {"start": start, "logp": {}, "norms": [], "gradients": [], "num_real": sum(int(b.ids_S2[0, 0]) >= 0 for b in batches)}
+    seen: dict = {"start": start, "logp": {}, "norms": [], "gradients": [], "num_real": sum(int(b.ids_S3[0, 0]) >= 0 for b in batches)}
     for version in range(2):
         routes = []
         for number, batch in enumerate(batches, 1):
@@ -119,7 +119,7 @@ def train(model: Transformer, shares: list[list[Trajectory]], rank: int, ids: tu
             ((logp_M * batch.advantage_M * batch.keep_M).sum() / counts.loss_tokens + route.loss).backward()
             route.check()
             routes.append(route)
-            for sequence, (group, sample) in enumerate(batch.ids_S2.tolist()):
+            for sequence, (group, sample, _) in enumerate(batch.ids_S3.tolist()):
                 if group >= 0 and version == 0:
                     seen["logp"][sample] = logp_M.detach()[batch.sequence_M == sequence]
         seen.setdefault("load", load(routes))

@@ -66,6 +66,46 @@ def test_an_agent_of_ones_own(tmp_path: Path) -> None:
         assert said in sentence(Job(tmp_path, "--dry-run", "--agent", name).end())
 
 
+FORKS = """
+async def compacts(session, prompt, metadata):
+    messages = list(prompt)
+    for _ in range(2):
+        reply = await session.chat(messages)
+        messages += [reply.message, {"role": "user", "content": prompt[0]["content"]}]
+    last = await session.chat([{"role": "user", "content": prompt[0]["content"][::-1]}])
+    return {"reward": float(len(last.message["content"]) + len(reply.message["content"]))}
+"""
+FORKING = ("--agent", "forks.py:compacts", "--max-turns", 3, "--max-new-tokens", 200, *SMALL, "--eval-prompts", 0)
+
+
+def test_an_agent_that_compacts_its_context_trains_both_branches(tmp_path: Path) -> None:
+    """On two rollout ranks, so that siblings' routes travel; and the same first step on one rank, with one branch an episode."""
+    (tmp_path / "forks.py").write_text(FORKS)
+    sampled = {}
+    for branches, ranks, flags in ((4, 3, ("--steps", 3, "--rollout-ranks-per-node", 2)), (1, 0, ("--steps", 1))):
+        ended = succeed(tmp_path, *FORKING, *flags, "--max-branches", branches, "--run-dir", f"run-{branches}", ranks=ranks)
+        lines = steps(tmp_path / f"run-{branches}")
+        assert ended.err == "" and lines[0]["train/logp_diff_max"] == 0.0
+        for step in lines:
+            assert step.get("train/logp_diff_max", 0.0) == step["rollout/drift/other_text"] == 0.0 and step["rollout/verdict/ok"] == 1.0
+            assert step["train/tokens"] == step["rollout/tokens"] == pytest.approx(16 * step["rollout/response_len_mean"])
+            assert step["rollout/branches_dropped"] == (16 if branches == 1 else 0)
+        sampled[branches] = lines[0]["train/tokens"]
+    assert sampled[1] < sampled[4], "the first step's episodes are the same, of which less is trained"
+
+
+def test_a_fixed_length_is_that_of_an_episode(tmp_path: Path) -> None:
+    """The same terms, divided by the tokens of the step, or by 16 episodes of at most 3 answers of 200 tokens."""
+    (tmp_path / "forks.py").write_text(FORKS)
+    loss = {}
+    for aggregation in ("token_mean", "fixed_length"):
+        succeed(tmp_path, *FORKING, "--steps", 1, "--run-dir", aggregation, "--aggregation", aggregation)
+        (step,) = steps(tmp_path / aggregation)
+        assert step["train/logp_diff_max"] == 0.0
+        loss[aggregation] = step["train/pg_loss"]
+    assert loss["token_mean"] * step["train/tokens"] == pytest.approx(loss["fixed_length"] * 16 * 3 * 200, rel=1e-4) != 0.0
+
+
 def test_a_checkpoint_is_served(tmp_path: Path) -> None:
     """Two turns through the openai client; the session's own record has the same tokens and log-probs."""
     job = Job(tmp_path, "--model", TINY, "--serve", "--serve-port", 0, "--max-new-tokens", 200, script="rollout.py")

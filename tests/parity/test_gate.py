@@ -343,7 +343,7 @@ def test_rows_shifted_by_one_token_stop_a_synchronous_run(mixture: Transformer) 
     store = RouteStore(0, None)
     trajectories = sampled(mixture, store)
     shifted = next(t for t in trajectories if t.group == 3 and t.sample == 0)
-    payload = store.rows[3, 0]
+    payload = store.rows[shifted.key]
     bits, row = -(-len(shifted.tokens) // 8), 2 * 3
     store.keep(shifted, torch.cat([payload[:bits], payload[bits:].roll(row)]))
     gate, _ = watched(mixture, trajectories, store=store)
