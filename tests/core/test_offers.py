@@ -16,6 +16,7 @@ from miles_core.model import hf
 from miles_core.ring import Ring
 from miles_core.schema import Prompt
 from miles_core.tito.agents import HTTP
+from miles_core.tito.episodes import AgentSession
 from miles_core.tito.errors import Elsewhere, SessionError
 from miles_core.tito.player import MAX_STARTS, Answer, Player
 from miles_core.tito.session import Session
@@ -92,6 +93,25 @@ def test_an_episode_ends_in_time_and_one_without_a_turn_is_offered_again() -> No
         for _ in range(MAX_STARTS):
             player.sessions.remove(player.offers.take()[0].id)
             player.step()
+    player.close()
+
+
+def test_an_agent_beside_the_engine_hands_out_nothing_and_has_no_address_unless_served(capsys: pytest.CaptureFixture) -> None:
+    async def agent(session: AgentSession, prompt: list[dict], metadata: dict) -> None:
+        await session.chat(prompt)
+        assert session.base_url
+
+    player = Player(make_engine(), PARAMS, agent, RENDERER, max_context=400, max_turns=2, timeout_s=20.0)
+    with pytest.raises(SessionError, match="start it with --agent http") as error:
+        player.episodes.take()
+    assert error.value.status == 409
+    add(player, 0)
+    (answer,) = step_until(player, 1)
+    assert answer.verdict == "infra_error" and "give --serve-port" in capsys.readouterr().err
+    player.serve("127.0.0.1", 0, model="policy", token=None)
+    add(player, 1)
+    (answer,) = step_until(player, 1)
+    assert answer.verdict == "ok"
     player.close()
 
 

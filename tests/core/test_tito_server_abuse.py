@@ -16,7 +16,9 @@ import openai
 import pytest
 from tito_kit import CALL, DEFAULTS, END, MAX_CONTEXT, TOOLS, Endpoint, running
 
+from miles_core.tito.errors import Elsewhere
 from miles_core.tito.server import make_app
+from miles_core.tito.session import Session
 from miles_core.tito.tree import Limits
 
 USER = {"role": "user", "content": "1+2="}
@@ -322,6 +324,16 @@ def test_a_token_is_needed_where_others_can_reach() -> None:
                 endpoint.serve(open_app, host=host)
         with pytest.raises(ValueError, match="at least 8"):
             make_app(endpoint.sessions, DEFAULTS, model="policy", token="short")
+
+
+def test_a_client_is_sent_to_another_rank_of_the_same_machine() -> None:
+    def take() -> tuple[Session, dict]:
+        raise Elsewhere(3)
+
+    with running(take=take) as endpoint:
+        for host in ("localhost", "127.0.0.1"):
+            answer = endpoint.http.post("/sessions", headers={"host": f"{host}:{endpoint.server.port}"}, follow_redirects=False)
+            assert (answer.status_code, answer.headers["location"]) == (307, f"http://{host}:{endpoint.server.port + 3}/sessions")
 
 
 def test_without_a_token_only_names_of_this_machine_are_answered(endpoint: Endpoint) -> None:

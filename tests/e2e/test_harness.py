@@ -86,12 +86,12 @@ def test_a_harness_plays_the_episodes_of_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(AGENT)
     port = free_ports(2)
     flags = ("--task", TASK, "--agent", "http", "--serve-port", port, "--rollout-ranks-per-node", 2, *SMALL)
-    run = Job(tmp_path, *flags, "--steps", 4, ranks=3)
+    run = Job(tmp_path, *flags, "--steps", 2, ranks=3)
     ended = harness(tmp_path, port, "mine.py:run").end()
     assert run.end().code == 0 and ended.code == 0, str(ended)
-    assert "64 episodes were played here" in ended.out and ended.err == ""
+    assert "32 episodes were played here" in ended.out and ended.err == ""
     lines = steps(tmp_path / "run")
-    assert sorted(group for step in lines for group in consumed_groups(step, 4)) == list(range(16))
+    assert sorted(group for step in lines for group in consumed_groups(step, 4)) == list(range(8))
     for step in lines:
         assert step["rollout/verdict/ok"] == 1.0 and step.get("train/logp_diff_max", 0.0) == 0.0, step
     assert lines[0]["train/logp_diff_tokens"] == lines[0]["train/tokens"] > 0
@@ -171,8 +171,6 @@ def test_an_agent_gives_its_base_url_to_a_client(tmp_path: Path) -> None:
     succeed(tmp_path, *flags, "--serve-port", free_ports(1), MILES_SERVE_TOKEN="a-secret-of-ours")
     (step,) = steps(tmp_path / "run")
     assert step["rollout/reward_mean"] == 1.0 and step["train/logp_diff_max"] == 0.0 and step["rollout/verdict/ok"] == 1.0
-    ended = Job(tmp_path, *flags[:-1], 2, "--run-dir", "other").end()
-    assert ended.code == 1 and "session.base_url needs a run that serves its sessions: give --serve-port" in ended.err
 
 
 def test_the_agents_sdk_plays_in_a_run(tmp_path: Path) -> None:
