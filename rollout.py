@@ -14,43 +14,40 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from kernels import cpu
-from kernels.dispatch import use_fast
-from kernels.invariance import self_test
-from miles_core import guard, numerics, tasks
+from miles_core import guard, numerics, pacing, tasks
 from miles_core.advantage import ADVANTAGES
 from miles_core.assets import TINY
 from miles_core.config import Config, parse_args
+from miles_core.earlier import Earlier
 from miles_core.engine.engine import Engine, Request, SamplingParams
-from miles_core.metrics import Mean, Metric, merge
+from miles_core.evaluation import EVAL_GROUP, IDLE_S, evaluate
+from miles_core.journal import Journal
+from miles_core.metrics import Metric, merge
 from miles_core.model import hf
 from miles_core.model.layers import named_weights
 from miles_core.model.moe import MoEConfig
 from miles_core.model.transformer import ModelConfig, Transformer
+from miles_core.parity import choose_kernels
 from miles_core.ring import Claim, Ring
 from miles_core.route_transport import Mailbox, RouteStore
 from miles_core.schema import VERDICTS, Prompt
+from miles_core.start import Start
 from miles_core.tasks.rewards import RewardPool
 from miles_core.tito.agents import HTTP, load_agent
-from miles_core.tito.engine_backend import EngineBackend
-from miles_core.tito.loop import Loop
+from miles_core.tito.alone import serve_alone
 from miles_core.tito.player import Answer, Player
-from miles_core.tito.serve import serve
-from miles_core.tito.server import make_app
-from miles_core.tito.sessions import Sessions
 from miles_core.tito.verify import renderer_for
 from miles_core.topology import Topology, layout_from_env
 from miles_core.weights import Receiver
 
-EVAL_GROUP = 1 << 62  # group numbers of evaluation start here, so that its sampling noise is nobody else's
 OK = VERDICTS.index("ok")
-IDLE_S = 0.0005
+NO_ROUTES = np.zeros(0, np.uint8)
 TOKEN = "MILES_SERVE_TOKEN"  # environment variable: never on a command line, which everybody can read
 
 
@@ -62,20 +59,22 @@ class Group:
     prompt: Prompt
     done: dict[int, Answer] = field(default_factory=dict)
     num_rewarded: int = 0
+    num_resampled: int = 0  # times that its bad samples were drawn again
 
 
 class Rollout:
     """One rollout rank. `tick()` does a little of everything and never waits, so that a colocated rank can alternate it with training.
 
-    `routes` holds what the engine has recorded of a mixture of experts, until the training ranks ask for it in the mailbox.
+    `routes` holds what the engine has recorded of a mixture of experts, until the training ranks ask for it in the mailbox. A finished
+    group goes to the `journal` before anyone can train on it; what `earlier` has of it need not be made.
     """
 
     def __init__(
         self, config: Config, inputs: Inputs, model: Transformer, ring: Ring, weights: Receiver, index: int,
-        routes: RouteStore, mailbox: Mailbox | None,
+        routes: RouteStore, mailbox: Mailbox | None, journal: Journal, earlier: Earlier,
     ):  # fmt: skip
         self.config, self.inputs, self.ring, self.weights, self.index = config, inputs, ring, weights, index
-        self.routes, self.mailbox = routes, mailbox
+        self.routes, self.mailbox, self.journal, self.earlier = routes, mailbox, journal, earlier
         # A fair share of the slots: the first rank to look must not admit every group of a step while the others idle.
         self.max_open = math.ceil(ring.num_slots / ring.num_rollout_ranks)
         self.engine = make_engine(config, inputs, model, self.max_open)
@@ -103,11 +102,21 @@ class Rollout:
 
     def judge(self, number: int, sample: int, reward: float, verdict: str) -> None:
         """The reward of one sample; the last one of its group finishes it."""
-        group = self.open[number]
+        group, size = self.open[number], self.config.samples_per_prompt
         for trajectory in group.done[sample].trajectories:
             trajectory.reward, trajectory.verdict = reward, VERDICTS.index(verdict)
         group.num_rewarded += 1
-        if group.num_rewarded == self.config.samples_per_prompt:
+        if group.num_rewarded < size:
+            return
+        bad = [s for s, answer in group.done.items() if answer.trajectory.verdict != OK]
+        if 2 * len(bad) > size and group.num_resampled < self.config.resample:
+            group.num_resampled += 1
+            self.ring.count(self.index, resampled=len(bad))
+            for sample in bad:
+                del group.done[sample]
+                group.num_rewarded -= 1
+                self.player.add(group.prompt, sample, attempt=group.num_resampled)
+        else:
             self.finish(self.open.pop(number))
 
     def refresh(self, min_version: int | None = None) -> None:
@@ -116,6 +125,8 @@ class Rollout:
         if version is not None:
             self.engine.set_version(version, self.config.on_update)
             self.ring.set_live(self.index, version)
+            if self.config.save_every and version % self.config.save_every == 0:
+                self.journal.rotate()  # a checkpoint is being written: what it does not hold must be on disk, too
 
     def serve_routes(self) -> None:
         """Send the routes that training ranks have asked for since the last look."""
@@ -126,15 +137,30 @@ class Rollout:
         """Claim group numbers while pacing and this rank's share allow it, and queue their samples."""
         admitted = False
         while len(self.open) < self.max_open and (claim := self.ring.claim(self.index)) is not None:
+            admitted = True
+            if self.restore(claim):
+                continue
             prompt = make_prompt(self.config, self.inputs, claim.group, "train")
             self.open[claim.group] = Group(claim, prompt)
             for sample in range(self.config.samples_per_prompt):
                 self.player.add(prompt, sample)
-            admitted = True
         return admitted
 
+    def restore(self, claim: Claim) -> bool:
+        """Put the group as an earlier incarnation has journalled it. False when it has to be made."""
+        before = self.earlier.num_made_again
+        found = self.earlier.find(claim.group)
+        self.ring.count(self.index, restored=found is not None, made_again=self.earlier.num_made_again - before)
+        if found is None:
+            return False
+        for trajectory, payload in zip(found.group, found.routes, strict=True):
+            if len(payload):
+                self.routes.keep(trajectory, torch.from_numpy(payload).to(self.engine.device))
+        self.ring.put(claim, found.group)
+        return True
+
     def finish(self, group: Group) -> None:
-        """Rewards of a whole group -> advantages -> ring. From here on the trajectories are frozen."""
+        """Rewards of a whole group -> advantages -> journal -> ring. From here on the trajectories are frozen."""
         answers = [group.done[sample] for sample in range(self.config.samples_per_prompt)]
         rewards = np.array([answer.trajectory.reward for answer in answers])
         ok = np.array([answer.trajectory.verdict == OK for answer in answers])
@@ -143,10 +169,14 @@ class Rollout:
                 trajectory.advantage = float(advantage)
                 if routes is not None:
                     self.routes.keep(trajectory, routes)
-        self.ring.put(group.claim, [trajectory for answer in answers for trajectory in answer.trajectories])
+        trajectories = [trajectory for answer in answers for trajectory in answer.trajectories]
+        routes = [NO_ROUTES if rows is None else rows.cpu().numpy() for answer in answers for rows in answer.routes]
+        self.journal.append(trajectories, routes)  # before the ring: what is trained on can be had again
+        self.ring.put(group.claim, trajectories)
 
     def evaluate(self, shard: int, num_shards: int) -> dict[str, Metric]:
-        metrics = evaluate(self.config, self.inputs, self.player, self.rewards, shard, num_shards)
+        self.ring.board.beat(self.index, "evaluating")
+        metrics = held_out(self.config, self.inputs, self.player, self.rewards, shard, num_shards)
         if (offers := self.player.offers) is not None:
             offers.end_evaluation()
             deadline = time.monotonic() + self.config.timeout
@@ -160,11 +190,12 @@ class Rollout:
     def close(self) -> None:
         self.player.close()
         self.rewards.close()
+        self.journal.close()
 
     def run(self) -> None:
         """The life of a dedicated rollout rank: until the trainer says stop."""
         blocked_since = None
-        while not self.ring.stopped:
+        while self.ring.stopped_at is None:
             if self.tick():
                 blocked_since = None
                 continue
@@ -174,6 +205,31 @@ class Rollout:
                 self.ring.expect_trainer(self.config.timeout)
             blocked_since = None if self.open else now  # nothing in flight and no free slot: the trainer is the bottleneck
             time.sleep(IDLE_S)
+
+
+def make_rollout(
+    config: Config, inputs: Inputs, start: Start, topo: Topology, ring: Ring, weights: Receiver, routes: RouteStore, mailbox: Mailbox | None
+) -> Rollout:
+    """The rollout half of a rank, with its journal and what earlier incarnations have left in theirs."""
+    ring.board.join(topo.rollout_index, topo.rank, trains=False)
+    model = hf.build(inputs.model_config, topo.device, topo.dtype)
+    directory, recipe, num_nodes = start.run_dir / "journal", recipe_of(config, model), topo.layout.num_nodes
+    earlier = Earlier(
+        directory, start.incarnation, recipe, start.still_valid,
+        lambda group: pacing.last_version(group // num_nodes, ring.window, config.prompts_per_step // num_nodes), config.max_staleness,
+    )  # fmt: skip
+    journal = Journal(directory, start.incarnation, topo.rank, recipe, config.journal_fsync)
+    return Rollout(config, inputs, model, ring, weights, topo.rollout_index, routes, mailbox, journal, earlier)
+
+
+def recipe_of(config: Config, model: Transformer) -> dict[str, object]:
+    """What shapes a group, beside the weights: one that was journalled under another recipe is made again."""
+    names = (
+        "model task data seed agent samples_per_prompt max_new_tokens max_context max_turns max_branches temperature top_p top_k advantage "
+        "parity routing_replay"
+    )
+    weight = model.embed_tokens.weight
+    return {name: getattr(config, name) for name in names.split()} | {"computed": f"{weight.device.type} {weight.dtype}"}
 
 
 @dataclass(frozen=True)
@@ -231,24 +287,6 @@ def check_router(config: Config, moe: MoEConfig | None) -> None:
         )
 
 
-def choose_kernels(c: ModelConfig, device: torch.device, dtype: torch.dtype, parity: str) -> None:
-    """Invariant ops, or fast ones with parity "off". See that the kernels take this model; a ValueError if not.
-
-    And, with "strict", that no result depends on the batch on its shapes. The torch path of the CPU kernels is never used without.
-    """
-    use_fast(False)
-    step, widest = (16, 256) if device.type == "cuda" else (8, 1 << 16)
-    if c.head_dim % step or c.head_dim > widest:
-        supported = f"supported: multiples of {step} up to {widest}"
-        raise ValueError(f"attention: head size {c.head_dim} is not supported on {device.type}; {supported}")
-    if parity == "strict" or (device.type == "cpu" and cpu.implementation() == "torch"):
-        shapes = hf.expected_shapes(c).values()
-        matrices, experts = ([shape for shape in shapes if len(shape) == ndim] for ndim in (2, 3))
-        top_k = c.moe.top_k if c.moe is not None else 1
-        self_test(matrices, c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size, device, dtype, experts, top_k)
-    use_fast(parity == "off")
-
-
 def make_prompt(config: Config, inputs: Inputs, group: int, split: str) -> Prompt:
     """Prompt number `group` of a split; a ValueError when it leaves no room for an answer."""
     prompt = tasks.make_prompt(inputs.task, inputs.tokenizer, group, split)
@@ -300,69 +338,25 @@ def make_player(config: Config, inputs: Inputs, engine: Engine) -> Player:
 
 
 def make_rewards(config: Config) -> RewardPool:
-    return RewardPool(config.task, config.seed, config.data, config.eval_data, config.reward_workers, config.reward_timeout)
+    return RewardPool(
+        config.task, config.seed, config.data, config.eval_data, config.reward_workers, config.reward_timeout, config.reward_memory
+    )  # fmt: skip
 
 
-def evaluate(config: Config, inputs: Inputs, player: Player, rewards: RewardPool, shard: int, num_shards: int) -> dict[str, Metric]:
-    """pass@1, pass@k and mean reward over this rank's share of the held-out prompts, as sums that the ranks merge.
-
-    A sample passes when its reward is at least 1. pass@k (k = --eval-samples) is the share of prompts that any sample passes.
-    Samples without the verdict ok are left out, and counted. Nothing with --eval-prompts 0.
-    """
+def held_out(config: Config, inputs: Inputs, player: Player, rewards: RewardPool, shard: int, num_shards: int) -> dict[str, Metric]:
+    """`evaluate` over this rank's share of the held-out prompts; nothing with --eval-prompts 0."""
     if not config.eval_prompts:
         return {}
     numbers = range(shard, min(config.eval_prompts, inputs.task.num_eval), num_shards)
     prompts = [make_prompt(config, inputs, number, "eval") for number in numbers]
-    samples = range(config.eval_samples)
-    prompts = {EVAL_GROUP + p.group: replace(p, group=EVAL_GROUP + p.group) for p in prompts}
-    for prompt in prompts.values():
-        for sample in samples:
-            player.add(prompt, sample)
-    scores: dict[int, list[float]] = {number: [] for number in prompts}
-    while player.num_unfinished or rewards.num_pending:  # ends: every episode and every reward has a deadline
-        for answer in player.step():
-            number = answer.trajectory.group
-            if answer.reward is not None:
-                scores[number].append(answer.reward)
-            elif answer.verdict == "ok":
-                rewards.submit(number, prompts[number].answer, answer.text)
-        for number, reward, verdict, _ in rewards.poll():
-            if verdict == "ok":
-                scores[number].append(reward)
-        if not player.engine.num_unfinished:
-            time.sleep(IDLE_S)
-    num_ok, passed = sum(map(len, scores.values())), [[r >= 1 for r in rs] for rs in scores.values() if rs]
-    name = f"eval/{inputs.task.name}"
-    metrics: dict[str, Metric] = {
-        f"{name}/pass@1": Mean(sum(map(sum, passed)), num_ok),
-        f"{name}/reward_mean": Mean(sum(map(sum, scores.values())), num_ok),
-        f"{name}/not_ok_frac": Mean(len(prompts) * config.eval_samples - num_ok, len(prompts) * config.eval_samples),
-    }
-    if config.eval_samples > 1:
-        metrics[f"{name}/pass@{config.eval_samples}"] = Mean(sum(map(any, passed)), len(passed))
-    return metrics
+    return evaluate(player, rewards, prompts, config.eval_samples, inputs.task.name)
 
 
 def serve_sessions(config: Config, inputs: Inputs, engine: Engine) -> None:
-    """Sessions over HTTP, for any harness that speaks the OpenAI chat API; see miles_core/tito/server.py. Ends with Ctrl-C or SIGTERM."""
-    backend = EngineBackend(engine)
-    sessions = Sessions(renderer_for(inputs.tokenizer, ends=inputs.stop_token_ids), backend, max_context=inputs.max_context)
-    app = make_app(sessions, sampling_params(config, inputs), model=config.model, token=os.environ.get(TOKEN))
-    loop = Loop()
-    server = loop.run(serve(app, config.serve_host, config.serve_port))
-    print(f"serving {config.model} at {server.url}: POST {server.url}/sessions for a base URL", flush=True)
-    try:
-        while True:
-            loop.poll()
-            server.check()
-            backend.pump()
-            for completion in engine.step():
-                backend.finish(completion)
-            if not engine.num_unfinished:
-                time.sleep(IDLE_S)
-    finally:
-        loop.run(server.stop())
-        loop.close()
+    """Sessions over HTTP, for any harness that speaks the OpenAI chat API; see miles_core/tito/server.py."""
+    renderer, params = renderer_for(inputs.tokenizer, ends=inputs.stop_token_ids), sampling_params(config, inputs)
+    where = config.serve_host, config.serve_port
+    serve_alone(engine, renderer, params, *where, inputs.max_context, model=config.model, token=os.environ.get(TOKEN))
 
 
 def main() -> None:
@@ -384,7 +378,7 @@ def main() -> None:
     if config.serve:
         return serve_sessions(config, inputs, engine)
     player, rewards = make_player(config, inputs, engine), make_rewards(config)
-    metrics = merge(topo.gather(evaluate(config, inputs, player, rewards, topo.rank, topo.layout.world_size)))
+    metrics = merge(topo.gather(held_out(config, inputs, player, rewards, topo.rank, topo.layout.world_size)))
     player.close()
     rewards.close()
     if topo.rank == 0:

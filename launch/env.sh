@@ -17,7 +17,7 @@ NPROC="${NPROC-2}"
 # With more threads than cores a waiting OpenMP thread sleeps: spinning would take the core from the rank it waits for. Else it spins,
 # which makes two threads a tenth faster.
 if [ $((NPROC * ${OMP_NUM_THREADS%%,*})) -gt "$(env -u OMP_NUM_THREADS nproc)" ]; then export OMP_WAIT_POLICY="${OMP_WAIT_POLICY-PASSIVE}"; fi
-# How the ranks find each other, and anything else for torchrun (--max-restarts 3, ...). The default is one node: a free port on
+# How the ranks find each other, and anything else for torchrun. The default is one node: a free port on
 # loopback, so that two runs never meet and the host's name need not resolve. slurm.sbatch sets it for several nodes.
 if [ -z "${TORCHRUN_ARGS-}" ]; then
   TORCHRUN_ARGS="--standalone --local-addr localhost"

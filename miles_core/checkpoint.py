@@ -1,9 +1,9 @@
 """Checkpoints: written in the background, visible only when whole, resumed on any number of training ranks.
 
     checkpoints = Checkpointer(run_dir / "checkpoints", keep, group)       # every training rank; `group` is used by nothing else
-    checkpoints.save(step, parameters, adamw, full_tensors(model, master=True), meta, write_model)  # returns after a copy in memory
+    checkpoints.save(step, parameters, adamw, full_tensors(model, master=True), meta, consumed, write_model)  # returns after a copy
     checkpoints.check(); checkpoints.finish()                              # raise if a write has failed; finish waits for it first
-    path = latest(run_dir / "checkpoints"); meta = read_meta(path)         # one rank
+    path = latest(run_dir / "checkpoints"); meta = read_meta(path)         # one rank; Damaged if it is not what was saved
     load_optimizer(path, parameters, adamw, group)                         # every training rank; the weights are a model directory
 
     checkpoints/
@@ -18,6 +18,7 @@ atomic rename, so a directory named step_* is whole, whenever the run was killed
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -37,6 +38,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from miles_core.digest import file_digest
 
 FORMAT = 1
+
+class Damaged(ValueError):
+    """A checkpoint is not what was saved."""
+
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 WriteModel = Callable[[Path, Tensors], None]
@@ -62,16 +67,20 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         tensors: Tensors,
         meta: dict[str, Any],
+        consumed: Iterable[int],
         write_model: WriteModel,
     ) -> None:
         """Copy everything, and write it in the background (collective over the training ranks).
 
         `parameters`: what the optimizer works on, by name. `tensors`: every full tensor, iterated on all ranks and kept on the first.
-        `meta`: what JSON can say. `write_model(path, tensors)` makes the model directory, in the background, on the first rank; OSError or
-        ValueError from it means that the disk refused.
+        `meta`: what JSON can say. `consumed`: numbers of the groups that these weights have been trained on. `write_model(path, tensors)`
+        makes the model directory, in the background, on the first rank; OSError or ValueError from it means that the disk refused.
         Raises like `finish` if the save before this one failed.
         """
         self.finish()
+        done = set(consumed)
+        base = next(number for number in itertools.count() if number not in done)  # few lie beyond: a window's worth
+        meta = {**meta, "base": base, "beyond": sorted(number for number in done if number > base)}
         weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in tensors if self.is_leader]
         state = {name: tensor.clone() for name, tensor in _optimizer_state(parameters, optimizer).items()}
         state[f"generator/{dist.get_rank(self.group)}"] = torch.get_rng_state()
@@ -137,9 +146,7 @@ class Checkpointer:
         for path in (*_files(temporary), temporary / "train_state", temporary):
             _fsync(path)
         temporary.rename(final)
-        link = self.directory / ".tmp_latest"
-        link.symlink_to(final.name)
-        link.replace(self.directory / "latest")
+        _point_latest_at(final)
         _fsync(self.directory)
         for old in _whole(self.directory)[: -self.keep]:
             _remove(old.rename(self.directory / f".tmp_old_{old.name}"))
@@ -150,25 +157,59 @@ def latest(directory: Path) -> Path | None:
     return max(_whole(directory), default=None, key=_step)
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """Compare every file of a checkpoint with its manifest, then return the `meta` that it was saved with.
+def newest(directory: Path, count: int) -> list[Path]:
+    """The last `count` whole checkpoints, oldest first."""
+    return _whole(directory)[-count:]
 
-    Raises ValueError naming the file that is missing or differs, or the format if it is another one.
-    """
+
+def later_than(directory: Path, version: int) -> list[Path]:
+    """Whole checkpoints of higher versions."""
+    return [path for path in _whole(directory) if _step(path) > version]
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Give a checkpoint a name under which nothing looks for it. Returns the new path."""
+    aside = next(p for n in itertools.count() if not (p := path.with_name(f"{why}_{path.name}" + f".{n}" * (n > 0))).exists())
+    path.rename(aside)
+    if (rest := latest(path.parent)) is not None:
+        _point_latest_at(rest)
+    else:
+        (path.parent / "latest").unlink(missing_ok=True)
+    return aside
+
+
+def meta_of(path: Path) -> dict[str, Any]:
+    """The `meta` that a checkpoint was saved with, unchecked. Raises Damaged when it cannot be read, ValueError for another format."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
+        meta = json.loads((path / "train_state" / "meta.json").read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path / 'manifest.json'} cannot be read: {error}") from error
-    for name, (size, digest) in manifest.items():
-        file = path / name
-        if not file.is_file():
-            raise ValueError(f"{file} is missing from the checkpoint: remove {path} to go on from an earlier one")
-        if file.stat().st_size != size or file_digest(file) != digest:
-            raise ValueError(f"{file} is not what was saved (size or digest differ): remove {path} to go on from an earlier one")
-    meta = json.loads((path / "train_state" / "meta.json").read_text())
+        raise Damaged(f"{path / 'train_state' / 'meta.json'} cannot be read: {error}") from error
     if meta.pop("format") != FORMAT:
         raise ValueError(f"{path} has another format than {FORMAT}, the one that this version reads")
     return meta
+
+
+def consumed(meta: dict[str, Any]) -> tuple[int, ...]:
+    """The groups that the weights of a checkpoint have been trained on."""
+    return (*range(meta["base"]), *meta["beyond"])
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """Compare every file of a checkpoint with its manifest, then return the `meta` that it was saved with.
+
+    Raises Damaged naming the file that is missing or differs, and ValueError naming the format if it is another one.
+    """
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        files = [(path / name, size, digest) for name, (size, digest) in manifest.items()]
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise Damaged(f"{path / 'manifest.json'} cannot be read: {error}") from error
+    for file, size, digest in files:
+        if not file.is_file():
+            raise Damaged(f"{file} is missing from the checkpoint")
+        if file.stat().st_size != size or file_digest(file) != digest:
+            raise Damaged(f"{file} is not what was saved (size or digest differ)")
+    return meta_of(path)
 
 
 def load_optimizer(path: Path, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
@@ -237,6 +278,13 @@ def _failures() -> Generator[None, None, None]:
 
 def _whole(directory: Path) -> list[Path]:
     return sorted((path for path in directory.glob("step_*") if path.name[5:].isdigit()), key=_step)
+
+
+def _point_latest_at(path: Path) -> None:
+    link = path.with_name(".tmp_latest")
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.name)
+    link.replace(path.with_name("latest"))
 
 
 def _step(path: Path) -> int:

@@ -12,7 +12,10 @@ import difflib
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
+
+MAX_ATTEMPTS = 16  # at a sample: its number has room for so many, see Player.add
 
 
 def _flag(default: Any, group: str, text: str, *, choices: tuple | None = None, only: str | None = None) -> Any:
@@ -37,8 +40,26 @@ class Config:
     # the run
     steps: int = _flag(150, "run", "optimizer steps")
     run_dir: str = _flag("", "run", "where everything goes; one that holds checkpoints is resumed. Default: runs/<date-time>")
+    resume: str = _flag("auto", "run", "auto = from the newest whole checkpoint in --run-dir; none = from the beginning; or a checkpoint")
+    replay: str = _flag(
+        "",
+        "run",
+        "directory of a run: train on the groups in its journal, the same in each step, and generate nothing. Its flags are the defaults; "
+        "--steps A:B replays a part",
+        only="train.py",
+    )
     save_every: int = _flag(50, "run", "optimizer steps between checkpoints (0 = only the last one)")
     keep_checkpoints: int = _flag(2, "run", "how many checkpoints to keep")
+    journal_keep: int = _flag(
+        2, "run", "the journal goes back to the oldest of so many checkpoints, as does --replay; 0 = to the beginning"
+    )  # fmt: skip
+    journal_fsync: str = _flag(
+        "interval",
+        "run",
+        "when finished groups are forced to disk: before they are trained on; within a second, and at checkpoints; or when the system "
+        "likes. Only a machine that loses power can tell the difference",
+        choices=("always", "interval", "off"),
+    )
     eval_prompts: int = _flag(200, "run", "held-out prompts evaluated before and after training (0 = none)")
     eval_samples: int = _flag(1, "run", "samples per held-out prompt, at the training temperature")
     dry_run: bool = _flag(False, "run", "print who would do what and the derived sizes, then exit")
@@ -109,6 +130,12 @@ class Config:
     episode_timeout: float = _flag(60.0, "rollout", "seconds before an episode is ended and its sample gets the verdict 'timeout'")
     reward_workers: int = _flag(1, "rollout", "reward processes of one rollout rank")
     reward_timeout: float = _flag(10.0, "rollout", "seconds before a reward is killed and its sample gets the verdict 'timeout'")
+    reward_memory: float = _flag(8.0, "rollout", "GiB that a reward process may allocate; beyond them its sample gets 'infra_error'")
+    resample: int = _flag(
+        1,
+        "rollout",
+        "how often the samples of a group that got no reward are drawn again, if they are more than half of it; then they are left out",
+    )
     # loss
     advantage: str = _flag("grpo", "loss", "rewards of a group -> advantages", choices=("grpo", "grpo_no_std", "rloo", "reinforce_pp"))
     loss: str = _flag("ppo_clip", "loss", "policy loss", choices=("ppo_clip", "gspo", "cispo"))
@@ -147,12 +174,16 @@ class Config:
         False, "alone", "serve --model as an OpenAI-compatible endpoint of sessions, until Ctrl-C", only="rollout.py"
     )  # fmt: skip
     generate: str = _flag("", "alone", "answer this user message", only="rollout.py")
+    # of --replay; not on the command line
+    first_step: int = _flag(1, "", "the first step to replay: A of --steps A:B", only="--steps")
+    schedule_steps: int = _flag(0, "", "--steps of the recorded run, for the learning rate; 0 = --steps", only="--steps")
 
     def __post_init__(self) -> None:
         at_least = {
             1: "steps keep_checkpoints prompts_per_step samples_per_prompt eval_samples max_new_tokens max_context max_sequences "
-            "prefill_tokens micro_batch_tokens reward_workers expert_parallel max_turns max_branches",
-            0: "seed save_every eval_prompts temperature top_k kv_tokens clip_low clip_high icepop_low icepop_high kl_coef lr beta1 beta2 "
+            "prefill_tokens micro_batch_tokens reward_workers expert_parallel max_turns max_branches first_step",
+            0: "journal_keep resample schedule_steps seed save_every eval_prompts temperature top_k kv_tokens "
+            "clip_low clip_high icepop_low icepop_high kl_coef lr beta1 beta2 "
             "serve_port router_balance_coef router_z_coef router_bias_rate weight_decay warmup_steps max_grad_norm",
             -1: "rollout_ranks_per_node max_staleness",
         }
@@ -160,7 +191,7 @@ class Config:
             for name in names.split():
                 value = getattr(self, name)
                 self._require(math.isfinite(value) and value >= low, name, f"must be a number >= {low}")
-        for name in ("timeout", "reward_timeout", "episode_timeout", "importance_cap"):
+        for name in ("timeout", "reward_timeout", "reward_memory", "episode_timeout", "importance_cap"):
             self._require(0 < getattr(self, name) < math.inf, name, "must be > 0")
         self._require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]")
         self._require(self.beta1 < 1 and self.beta2 < 1, "beta2", "(and --beta1) must be < 1")
@@ -174,6 +205,11 @@ class Config:
             f"must be > 1 for --advantage {self.advantage}, which compares samples",
         )
         self._require(self.agent != "http" or self.serve_port > 0, "agent", "http needs --serve-port, for example --serve-port 8000")
+        keep = self.keep_checkpoints
+        self._require(self.journal_keep <= keep, "journal_keep", f"must be at most --keep-checkpoints {keep}")
+        self._require(self.resample < MAX_ATTEMPTS, "resample", f"must be below {MAX_ATTEMPTS}")
+        self._require(self.first_step <= self.steps, "steps", f"{self.first_step}:{self.steps} is empty: the second is the last step")
+        self._require(self.first_step == 1 or bool(self.replay), "steps", "A:B is for --replay; give the last step alone")
         alone = self.eval or self.serve or bool(self.generate)
         self._require(self.temperature > 0 or alone, "temperature", "must be > 0: greedy samples carry no learning signal")
         self._require(
@@ -231,10 +267,37 @@ def parse_args(argv: list[str], program: str, description: str) -> Config:
         else:
             group.add_argument(
                 flag,
-                type=type(f.default),
+                type=_steps if f.name == "steps" else type(f.default),
                 default=f.default,
                 choices=f.metadata["choices"],
                 metavar=type(f.default).__name__.upper() if not f.metadata["choices"] else None,
                 help=f"{text} (default: {shown})",
             )
-    return Config(**vars(parser.parse(argv)))
+    given = vars(parser.parse(argv))
+    if given.get("replay"):
+        recorded = _recorded(given["replay"])
+        parser.set_defaults(**{name: value for name, value in recorded.items() if name in given and name not in _OF_ONE_RUN})
+        given = vars(parser.parse(argv)) | {"schedule_steps": recorded["schedule_steps"] or recorded["steps"], "eval_prompts": 0}
+    if isinstance(given["steps"], tuple):
+        given["first_step"], given["steps"] = given["steps"]
+    return Config(**given)
+
+
+_OF_ONE_RUN = ("run_dir", "resume", "replay")  # what a replay does not take over from the recorded run
+
+
+def _steps(text: str) -> int | tuple[int, int]:
+    """"50", or "20:50"."""
+    first, colon, last = text.rpartition(":")
+    try:
+        return (int(first), int(last)) if colon else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+
+
+def _recorded(run_dir: str) -> dict[str, Any]:
+    """The flags of a run. ValueError when there is none."""
+    try:
+        return json.loads((Path(run_dir) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--replay {run_dir} is no run directory: its config.json cannot be read ({error})") from error

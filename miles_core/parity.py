@@ -1,5 +1,6 @@
 """The gate of parity: under the same weights sampler and trainer give every token the same log-prob bits, or the run stops (DESIGN 4.6).
 
+    choose_kernels(config, device, dtype, mode)        # before anything computes
     gate = Gate(mode, on_update)                       # mode: strict | report | off
     gate.watch(logp_train_M, batch, version, route)    # each micro-batch -> metrics; remembers the first token that differs
     gate.check(version, model, config, gather)         # each step, collective over the training ranks: raises ParityError on all of them
@@ -21,7 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from kernels import cpu
 from kernels.attention import PAGE, allocate_cache
+from kernels.dispatch import use_fast
+from kernels.invariance import self_test
 from kernels.logprob import rows
 from miles_core.loss import fresh, parity_diff
 from miles_core.metrics import Metric
@@ -37,6 +41,24 @@ Trace = dict[str, list[torch.Tensor]]  # op, in order of execution -> its output
 
 class ParityError(RuntimeError):
     """Sampler and trainer disagree about a token."""
+
+
+def choose_kernels(c: ModelConfig, device: torch.device, dtype: torch.dtype, parity: str) -> None:
+    """Invariant ops, or fast ones with parity "off". See that the kernels take this model; a ValueError if not.
+
+    And, with "strict", that no result depends on the batch on its shapes. The torch path of the CPU kernels is never used without.
+    """
+    use_fast(False)
+    step, widest = (16, 256) if device.type == "cuda" else (8, 1 << 16)
+    if c.head_dim % step or c.head_dim > widest:
+        supported = f"supported: multiples of {step} up to {widest}"
+        raise ValueError(f"attention: head size {c.head_dim} is not supported on {device.type}; {supported}")
+    if parity == "strict" or (device.type == "cpu" and cpu.implementation() == "torch"):
+        shapes = hf.expected_shapes(c).values()
+        matrices, experts = ([shape for shape in shapes if len(shape) == ndim] for ndim in (2, 3))
+        top_k = c.moe.top_k if c.moe is not None else 1
+        self_test(matrices, c.head_dim, c.num_heads, c.num_kv_heads, c.vocab_size, device, dtype, experts, top_k)
+    use_fast(parity == "off")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from miles_core.metrics import Max, Mean, Metric, Sum
+from miles_core.metrics import Logger, Max, Mean, Metric, Sum
+from miles_core.ring import Status
 from miles_core.schema import DRIFTS, FINISH_REASONS, VERDICTS, Trajectory
 
 
@@ -82,6 +83,22 @@ def _share(trajectories: Sequence[Trajectory], condition: Callable[[Trajectory],
     return Mean(len({t.key[:2] for t in trajectories if condition(t)}), len({t.key[:2] for t in trajectories}))
 
 
+def step_metrics(clock: Clock, num_tokens: int) -> dict[str, Metric]:
+    """`perf/*` of a step that `num_tokens` tokens went through, on all training ranks together."""
+    return {
+        "perf/step_time": Max(clock.total),
+        "perf/train_tokens_per_s": Max(num_tokens / clock.laps["train"]),
+        "perf/weight_sync_s": Max(clock.laps["sync"]),
+        "perf/trainer_wait_frac": Mean(clock.laps["wait"], clock.total),
+    }
+
+
+def ring_metrics(status: Status, blocked_s: float, clock: Clock, num_rollout_ranks: int) -> dict[str, Metric]:
+    """`ring/*`, and the share of the step in which the rollout ranks of a node had no free slot: `blocked_s`, all ranks together."""
+    counts = {f"ring/{name}": Sum(value) for name, value in status._asdict().items() if name != "blocked_s"}
+    return counts | {"perf/producer_blocked_frac": Mean(blocked_s, clock.total * num_rollout_ranks)}
+
+
 def verdict(trainer_wait_frac: float, producer_blocked_frac: float, colocated: bool) -> str:
     """One line that says which side the other waits for, and what to change."""
     if colocated:
@@ -117,33 +134,49 @@ def step_line(step: int, steps: int, values: Mapping[str, float], mean_step_s: f
     )
 
 
+def plan(
+    ranks: str, prompts: int, samples: int, max_context: int, max_branches: int, num_slots: int, slot_bytes: int, window: int, bound: int
+) -> str:  # fmt: skip
+    """Who does what, the size of a step, and the staleness that follows from the ring."""
+    branches = f" in each of at most {max_branches} branches" if max_branches > 1 else ""
+    return (
+        f"{ranks}\n"
+        f"step: {prompts} prompts x {samples} samples of at most {max_context} tokens{branches}\n"
+        f"ring: B = {num_slots} slots of {slot_bytes / 2**20:.2f} MiB a node, window W = {window}\n"
+        f"staleness: no sample is more than (B + W - 2) // P = {bound} version{'s' * (bound != 1)} old when it is trained on"
+    )
+
+
 def mean(values: Sequence[float]) -> float:
     """Mean of the finite values; nan without any."""
     finite = [v for v in values if math.isfinite(v)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def summary(
-    rewards: Sequence[float],
-    eval_before: Mapping[str, float],
-    eval_after: Mapping[str, float],
-    bottleneck: str,
-    seconds: float,
-    steps: int,
-    run_dir: str,
-) -> str:
-    """The last thing a run prints. `rewards` are the mean rewards of every step of the run, `seconds` and `steps` those of this process."""
+def ending(
+    logger: Logger, eval_after: Mapping[str, Metric], steps: int, version: int, first_version: int, seconds: float, colocated: bool,
+    signal: str, run_dir: str,
+) -> str:  # fmt: skip
+    """The last thing a run prints. `seconds` and the steps since `first_version` are those of this process, the rest is of the whole run.
+
+    `signal`: what has asked it to stop before its last step, if anything has.
+    """
+    rewards, num_steps = logger.history("rollout/reward_mean"), version - first_version
     window = min(10, len(rewards))
     lines = [
         "",
-        f"done: {steps} steps in {duration(seconds)} ({steps / max(seconds, 1e-9):.2f} steps/s)",
+        f"{f'stopped by {signal} after step {version} of {steps}' if version < steps else 'done'}: "
+        f"{num_steps} steps in {duration(seconds)} ({num_steps / max(seconds, 1e-9):.2f} steps/s)",
         f"  reward     {mean(rewards[:1]):.3f} -> {mean(rewards[-window:]):.3f}   (first step, mean of the last {window})",
     ]
     for name, after in eval_after.items():
-        before = f"{eval_before[name]:.3f} -> " if name in eval_before else ""
-        lines.append(f"  {name}  {before}{after:.3f}   (held out)")
+        before = f"{logger.history(name)[0]:.3f} -> " if len(logger.history(name)) > 1 else ""
+        lines.append(f"  {name}  {before}{after.value():.3f}   (held out)")
+    wait, blocked = (mean(logger.history(f"perf/{name}_frac")) for name in ("trainer_wait", "producer_blocked"))
+    if version < steps:
+        lines.append(f"  go on with the same command and --run-dir {run_dir}: nothing of what was finished is lost")
     lines += [
-        f"  bottleneck {bottleneck}",
+        f"  bottleneck {verdict(wait, blocked, colocated)}",
         f"  look at    tensorboard --logdir {run_dir}/tensorboard   |   {run_dir}/metrics.jsonl   |   {run_dir}/checkpoints",
         f"  evaluate   python rollout.py --model {run_dir}/checkpoints/latest --task ... --eval",
     ]

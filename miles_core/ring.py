@@ -40,38 +40,22 @@ import numpy as np
 from miles_core.digest import digest
 from miles_core.schema import Trajectory, group_nbytes, read_group, write_group
 from miles_core.shm import Segment, process_start
+from miles_core.status import BLOCKED_NS, EVALUATIONS, LIVE, MADE_AGAIN, PLAYED, RESAMPLED, RESTORED, ROW, TRAINER, WAITING, StatusBoard
 
 FREE, WRITING, READY, READING = range(4)
 STATES = ("FREE", "WRITING", "READY", "READING")
 # words of the header
-NUM_SLOTS, SLOT_BYTES, DATA_AT, WINDOW, NUM_ROLLOUT_RANKS, STRIDE, OFFSET, LIMIT, NUM_DONE, STOPPED, RECLAIMED, LOCKED_BY = range(12)
+NUM_SLOTS, SLOT_BYTES, DATA_AT, WINDOW, NUM_ROLLOUT_RANKS, NUM_ROWS, STRIDE, OFFSET, LIMIT, NUM_DONE = range(10)
+ASKED, STOPPED_AT, RECLAIMED, LOCKED_BY = range(10, 14)
 # words of a slot; OPENS_AT is the version it was released with
 WORD, GENERATION, OWNER, PID, PID_STARTED, NBYTES, CHECKSUM, OPENS_AT = range(8)
-# words of a rank: the rollout ranks of the node, then its training leader
-LIVE, HEARTBEAT, DOING, RANK_PID, BLOCKED_NS, WAITING, PLAYED, EVALUATIONS = range(8)
-DOING_NAMES = ("starting", "generating", "waiting for a free slot", "waiting for groups", "training")
-TRAINER = -1  # row of the training leader
-_ROW = 16  # words: each slot and each rank has cache lines of its own
+COUNTS = {"restored": RESTORED, "made_again": MADE_AGAIN, "resampled": RESAMPLED}
+BOARD_AT = 8 * ROW  # byte at which the rows of the ranks begin, after the header; each row and each slot has cache lines of its own
 _POLL_S = 0.0005
 _DEAD_CHECK_S = 0.1  # a look at another process takes 20 us
 _LOCK_TIMEOUT_S = 30.0  # it is held for microseconds
 
 _rings_of_this_process: weakref.WeakValueDictionary[tuple[int, int], Ring] = weakref.WeakValueDictionary()
-
-
-def derive(groups_per_step: int, max_staleness: int) -> tuple[int, int]:
-    """(B slots, W window) for P groups a step and the staleness that was asked for.
-
-    S = 0: strict order, B = P. S >= 1: B is at least 2 P, so that a step's worth of groups is made while another is trained on; of the
-    slack beyond that half goes into the window, so that a slow group does not hold up finished ones.
-    """
-    window = 1 + groups_per_step * max(0, max_staleness - 1) // 2
-    return groups_per_step * (max_staleness + 1) + 1 - window, window
-
-
-def staleness_bound(num_slots: int, window: int, groups_per_step: int) -> int:
-    """How many versions old a sample can at most be when it is trained on. Some order of completion attains it (if B > P or W = 1)."""
-    return (num_slots + window - 2) // groups_per_step
 
 
 class Claim(NamedTuple):
@@ -96,6 +80,9 @@ class Status(NamedTuple):
     reclaimed: int
     bytes: int
     blocked_s: float
+    restored: int
+    made_again: int
+    resampled: int
 
 
 class Ring:
@@ -107,12 +94,13 @@ class Ring:
         assert key not in _rings_of_this_process, f"this process already has the ring at {segment.path} open"
         _rings_of_this_process[key] = self
         self.segment = segment
-        self.header = segment.words(0, _ROW)
+        self.header = segment.words(0, ROW)
         self.num_slots, self.num_rollout_ranks = int(self.header[NUM_SLOTS]), int(self.header[NUM_ROLLOUT_RANKS])
         self.slot_bytes, self.data_at, self.window = (int(self.header[word]) for word in (SLOT_BYTES, DATA_AT, WINDOW))
-        slots_at, done_at = _offsets(self.num_slots, self.num_rollout_ranks)
-        self.ranks = segment.words(8 * _ROW, self.num_rollout_ranks + 1, _ROW)
-        self.slots = segment.words(slots_at, self.num_slots, _ROW)
+        num_rows = int(self.header[NUM_ROWS])
+        slots_at, done_at = _offsets(self.num_slots, num_rows)
+        self.board = StatusBoard(segment.words(BOARD_AT, num_rows, ROW), self.num_rollout_ranks)
+        self.slots = segment.words(slots_at, self.num_slots, ROW)
         self.done = set(segment.words(done_at, int(self.header[NUM_DONE])).tolist())  # consumed before this run started
         self.pid, self.pid_started = os.getpid(), process_start(os.getpid())
         self.next_dead_check = 0.0
@@ -121,24 +109,25 @@ class Ring:
     @classmethod
     def create(
         cls, *, num_slots: int, slot_bytes: int, window: int, num_rollout_ranks: int, num_groups: int,
-        done: Iterable[int] = (), stride: int = 1, offset: int = 0,
+        num_trainers: int = 1, done: Iterable[int] = (), stride: int = 1, offset: int = 0,
     ) -> Ring:  # fmt: skip
         """`num_groups`: where this ring's numbering ends, so that no group is made that will never be trained on. `done`: indices that an
         earlier run consumed. Raises ValueError when there is not enough memory."""
         done, slot_bytes = sorted(done), _page_aligned(slot_bytes)
-        done_at = _offsets(num_slots, num_rollout_ranks)[1]
+        num_rows = num_rollout_ranks + num_trainers
+        done_at = _offsets(num_slots, num_rows)[1]
         data_at = _page_aligned(done_at + 8 * len(done))
         segment = Segment.create("ring", data_at + num_slots * slot_bytes)
         values = {
             NUM_SLOTS: num_slots, SLOT_BYTES: slot_bytes, DATA_AT: data_at, WINDOW: window, NUM_ROLLOUT_RANKS: num_rollout_ranks,
-            STRIDE: stride, OFFSET: offset, LIMIT: num_groups, NUM_DONE: len(done),
+            NUM_ROWS: num_rows, STRIDE: stride, OFFSET: offset, LIMIT: num_groups, NUM_DONE: len(done), STOPPED_AT: -1,
         }  # fmt: skip
-        segment.words(0, _ROW)[list(values)] = list(values.values())
+        segment.words(0, ROW)[list(values)] = list(values.values())
         segment.words(done_at, len(done))[:] = done
         ring = cls(segment)
-        ring.ranks[:, LIVE] = -1  # OPENS_AT is 0: nothing is admitted before the first publication is live
+        ring.board.rows[:, LIVE] = -1  # OPENS_AT is 0: nothing is admitted before the first publication is live
         ring.slots[:, WORD] = _word(-1, FREE)
-        ring.beat(TRAINER, "starting")
+        ring.board.beat(TRAINER, "starting")
         return ring
 
     @classmethod
@@ -150,7 +139,7 @@ class Ring:
     def claim(self, rank: int) -> Claim | None:
         """The next group that has a slot, first of all one whose writer died; None when no slot is free, or all have been handed out."""
         assert os.getpid() == self.pid, "a ring does not survive a fork: attach to it in the child"
-        self.beat(rank, "generating")
+        self.board.beat(rank, "generating")
         dead = self._dead_writers()
         with self._lock():
             words = self.slots[:, WORD].copy()
@@ -179,27 +168,34 @@ class Ring:
 
     def set_live(self, rank: int, version: int) -> None:
         """From now on this rollout rank samples from `version` or later."""
-        assert version >= self.ranks[rank, LIVE], f"rollout rank {rank} went from version {self.ranks[rank, LIVE]} back to {version}"
-        self.ranks[rank, LIVE] = version
-        self.beat(rank, "generating")
+        row = self.board.rollout[rank]
+        assert version >= row[LIVE], f"rollout rank {rank} went from version {row[LIVE]} back to {version}"
+        row[LIVE] = version
 
     def add_blocked(self, rank: int, seconds: float) -> None:
         """Book time in which the rank had nothing to do because no slot was free."""
-        self.ranks[rank, BLOCKED_NS] += int(seconds * 1e9)
-        self.beat(rank, "waiting for a free slot")
+        self.board.rollout[rank, BLOCKED_NS] += int(seconds * 1e9)
+        self.board.beat(rank, "waiting for a free slot")
+
+    def count(self, rank: int, *, restored: int = 0, made_again: int = 0, resampled: int = 0) -> None:
+        """Book groups taken from the journal, groups made again that stood there in vain, and samples drawn again."""
+        self.board.rollout[rank, [RESTORED, MADE_AGAIN, RESAMPLED]] += restored, made_again, resampled
 
     def set_episodes(self, rank: int, waiting: int, played: int, evaluations: int) -> None:
         """Of a rank whose episodes other processes play: how many wait, how many are being played, how many evaluations it has done."""
-        self.ranks[rank, [WAITING, PLAYED, EVALUATIONS]] = waiting, played, evaluations
+        self.board.rollout[rank, [WAITING, PLAYED, EVALUATIONS]] = waiting, played, evaluations
 
     def episodes(self) -> list[list[int]]:
         """waiting, played and evaluations, of each rollout rank of the node."""
-        return self.ranks[:TRAINER, [WAITING, PLAYED, EVALUATIONS]].T.tolist()
+        return self.board.rollout[:, [WAITING, PLAYED, EVALUATIONS]].T.tolist()
 
     def expect_trainer(self, timeout_s: float) -> None:
-        """Raise TimeoutError when the training leader has not given a sign of life for so long. For ranks that wait for a free slot."""
-        if (since := self._silence_s(TRAINER)) > timeout_s:
-            raise TimeoutError(f"no slot of the ring became free, and nothing was heard for {since:.0f} s: {self._describe_rank(TRAINER)}")
+        """For ranks that wait for a free slot: raise RuntimeError when the training leader has ended, TimeoutError when it has not given a
+        sign of life for so long."""
+        if self.board.ended(TRAINER):
+            raise RuntimeError(f"no slot of the ring will become free: {self.board.describe(TRAINER)}")
+        if (since := self.board.silence_s(TRAINER)) > timeout_s:
+            raise TimeoutError(f"no slot of the ring became free, and nothing was heard for {since:.0f} s: {self.board.describe(TRAINER)}")
 
     # ---- training ranks -----------------------------------------------------------------------------------------------------------
 
@@ -210,11 +206,13 @@ class Ring:
     def take(self, count: int, timeout_s: float) -> list[Ref]:
         """Leader only: the next `count` groups, each the lowest-numbered ready one among the W that follow the oldest unconsumed one.
 
-        Raises TimeoutError when no group has become ready for `timeout_s`.
+        Empty when the run is asked to stop before they are there. Raises TimeoutError when no group has become ready for `timeout_s`.
         """
         num_ready, deadline = -1, 0.0
         while (picked := self._pick(count)) is None:
-            self.beat(TRAINER, "waiting for groups")
+            if self.asked:
+                return []
+            self.board.beat(TRAINER, "waiting for groups")
             if (now_ready := self.status().ready) != num_ready:
                 num_ready, deadline = now_ready, time.monotonic() + timeout_s
             elif time.monotonic() > deadline:
@@ -225,8 +223,12 @@ class Ring:
             row = self.slots[slot]
             row[WORD] += READING - READY
             refs.append(Ref(self.number(int(row[WORD] >> 2)), slot, int(row[GENERATION])))
-        self.beat(TRAINER, "training")
         return refs
+
+    def give_back(self, refs: Iterable[Ref]) -> None:
+        """Leader only: undo `take`, of groups that will not be trained on now."""
+        for ref in refs:
+            self._tenant(ref, READING)[WORD] += READY - READING
 
     def read(self, ref: Ref) -> list[Trajectory]:
         """The group behind a reference, as views of the slot, valid until its release. Raises RuntimeError when its bytes are damaged."""
@@ -242,15 +244,23 @@ class Ring:
             row = self._tenant(ref, READING)
             row[OPENS_AT] = version
             row[WORD] += FREE - READING  # last: the slot is free for claim() from here on
-        self.beat(TRAINER, "training")
 
-    def stop(self) -> None:
-        """Tell the rollout ranks that nothing more is wanted."""
-        self.header[STOPPED] = 1
+    def ask_to_stop(self) -> None:
+        """Any rank of the node: no step should begin after this."""
+        self.header[ASKED] = 1
 
     @property
-    def stopped(self) -> bool:
-        return bool(self.header[STOPPED])
+    def asked(self) -> bool:
+        return bool(self.header[ASKED])
+
+    def stop(self, version: int) -> None:
+        """Leader only: tell the rollout ranks that nothing more is wanted, after this version."""
+        self.header[STOPPED_AT] = version
+
+    @property
+    def stopped_at(self) -> int | None:
+        """The last version of this run, once it is known."""
+        return None if self.header[STOPPED_AT] < 0 else int(self.header[STOPPED_AT])
 
     def consumed(self) -> list[int]:
         """Indices of all groups taken so far, by this run and before it: what `done` of the next run must be."""
@@ -261,16 +271,12 @@ class Ring:
 
     # ---- what is going on ---------------------------------------------------------------------------------------------------------
 
-    def beat(self, rank: int, doing: str) -> None:
-        """A sign of life of a rollout rank, or of the training leader (`TRAINER`), for the error messages of those who wait for it."""
-        row = self.ranks[rank]
-        row[HEARTBEAT], row[DOING], row[RANK_PID] = time.monotonic_ns(), DOING_NAMES.index(doing), os.getpid()
-
     def status(self) -> Status:
         states = self.slots[:, WORD] & 3
         return Status(
             ready=int((states == READY).sum()), in_flight=int((states == WRITING).sum()), reclaimed=int(self.header[RECLAIMED]),
-            bytes=int(self.slots[states >= READY, NBYTES].sum()), blocked_s=float(self.ranks[:, BLOCKED_NS].sum()) / 1e9,
+            bytes=int(self.slots[states >= READY, NBYTES].sum()), blocked_s=float(self.board.rollout[:, BLOCKED_NS].sum()) / 1e9,
+            **{name: int(self.board.rollout[:, word].sum()) for name, word in COUNTS.items()},
         )  # fmt: skip
 
     def number(self, index: int) -> int:
@@ -307,7 +313,7 @@ class Ring:
 
     def _free_slot(self, words: np.ndarray) -> int | None:
         """A slot for the next group, if one is free and there is a next group."""
-        free = np.flatnonzero((words & 3 == FREE) & (self.slots[:, OPENS_AT] <= self.ranks[:TRAINER, LIVE].min()))
+        free = np.flatnonzero((words & 3 == FREE) & (self.slots[:, OPENS_AT] <= self.board.rollout[:, LIVE].min()))
         return int(free[0]) if len(free) and self._next_index(words) < self.header[LIMIT] else None
 
     def _dead_writers(self) -> set[tuple[int, int]]:
@@ -355,16 +361,6 @@ class Ring:
         start = self.data_at + slot * self.slot_bytes
         return self.segment.buffer[start : start + nbytes]
 
-    def _silence_s(self, rank: int) -> float:
-        return (time.monotonic_ns() - int(self.ranks[rank, HEARTBEAT])) / 1e9
-
-    def _describe_rank(self, rank: int) -> str:
-        name = "the training leader" if rank == TRAINER else f"rollout rank {rank}"
-        if not self.ranks[rank, HEARTBEAT]:
-            return f"{name} has not started"
-        doing, pid = DOING_NAMES[self.ranks[rank, DOING]], int(self.ranks[rank, RANK_PID])
-        return f"{name} (pid {pid}{'' if process_start(pid) else ', which has ended'}) was {doing} {self._silence_s(rank):.1f} s ago"
-
     def _describe_wait(self) -> str:
         """The group that take() waits for, whose it is, and when every rollout rank was last heard of."""
         words = self.slots[:, WORD].copy()
@@ -374,19 +370,19 @@ class Ring:
             row = self.slots[slot]
             wait = f"group {self.number(int(words[slot] >> 2))} (slot {slot}, WRITING, rollout rank {row[OWNER]}, pid {row[PID]})"
         else:
-            live = self.ranks[:TRAINER, LIVE].tolist()
+            live = self.board.rollout[:, LIVE].tolist()
             wait = f"group {self.number(self._next_index(words))}, which no rank has claimed (live versions: {live})"
-        return "; ".join([wait, *map(self._describe_rank, range(self.num_rollout_ranks))])
+        return "; ".join([wait, *map(self.board.describe, range(self.num_rollout_ranks))])
 
 
 def _word(index: int, state: int) -> int:
     return 4 * index + state
 
 
-def _offsets(num_slots: int, num_rollout_ranks: int) -> tuple[int, int]:
+def _offsets(num_slots: int, num_rows: int) -> tuple[int, int]:
     """Bytes at which the rows of the slots and the list of groups done begin; before them stand the header and the rows of the ranks."""
-    slots_at = 8 * _ROW * (1 + num_rollout_ranks + 1)
-    return slots_at, slots_at + 8 * _ROW * num_slots
+    slots_at = BOARD_AT + 8 * ROW * num_rows
+    return slots_at, slots_at + 8 * ROW * num_slots
 
 
 def _page_aligned(nbytes: int) -> int:

@@ -22,12 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # line without a cycle.
 LAYERS = (
     "kernels",
-    "schema config guard rundir digest shm",
-    "topology numerics metrics pacing",
+    "schema config guard digest shm",
+    "topology numerics metrics pacing rundir status journal_file",
     "tasks model",
     "routing",
     "engine tito advantage ring pack loss optim report route_transport",
-    "weights checkpoint assets parity replay",
+    "weights checkpoint assets journal parity replay evaluation earlier",
+    "start records rerun",
     "rollout",
     "train",
 )

@@ -8,8 +8,8 @@
 Verdicts: `ok`; `timeout`: the process was killed with its process group, and a new one started; `infra_error`: the reward raised, or its
 process died; `no_verdict`: what it returned is no finite number. Only the reward of an `ok` means anything.
 
-Children are persistent processes (`worker.py`) that do not import torch. A pool belongs to the thread that made it: the kernel kills a
-child when the thread that started it ends. A program that a reward itself started dies with its group on a timeout and on close.
+Children are persistent processes (`worker.py`) that do not import torch. What a reward itself has started dies with its worker, on a
+timeout and on close, also what has left its process group. A worker may allocate `memory_gib`: a reward that wants more raises MemoryError.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_core.guard import kill_tree
+
 START_TIMEOUT_S = 60.0  # for a worker to import and load its task
 MAX_FAILURES = 16  # results in a row that are not ok, before the reward itself is called broken
 _MAX_INFLIGHT = 32  # samples handed to a worker ahead of time: enough for one read and one write a step, few enough to share among workers
@@ -41,11 +43,14 @@ class _Sample:
 
 
 class RewardPool:
-    """`num_workers` reward processes of one task. The arguments after the task are those of `tasks.load`."""
+    """`num_workers` reward processes of one task, each of at most `memory_gib`. `task` to `eval_data` are the arguments of `tasks.load`."""
 
-    def __init__(self, task: str, seed: int, data: str = "", eval_data: str = "", num_workers: int = 1, timeout_s: float = 10.0):
+    def __init__(
+        self, task: str, seed: int, data: str = "", eval_data: str = "", num_workers: int = 1, timeout_s: float = 10.0,
+        memory_gib: float = 8.0,
+    ):  # fmt: skip
         self.task, self.timeout_s = task, timeout_s
-        self._arguments = [task, str(seed), data or "", eval_data or ""]
+        self._arguments = [str(int(memory_gib * 2**30)), task, str(seed), data or "", eval_data or ""]
         self._queue: deque[_Sample] = deque()
         self._num_failures, self._first_error = 0, ""
         self._workers = [_Worker(self._arguments) for _ in range(num_workers)]
@@ -192,6 +197,9 @@ class _Worker:
         ended, patience = os.WEXITED | os.WNOWAIT | os.WNOHANG, time.monotonic() + 5.0
         while self.closed and os.waitid(os.P_PID, self.process.pid, ended) is None and time.monotonic() < patience:
             time.sleep(0.001)
+        if os.waitid(os.P_PID, self.process.pid, ended) is None:
+            self.process.send_signal(signal.SIGSTOP)  # it starts nothing more
+            kill_tree(self.process.pid)
         os.killpg(self.process.pid, signal.SIGKILL)  # whether it still runs or not: what it started may
         self.process.wait(timeout=10.0)
         assert self.process.stdin is not None and self.process.stdout is not None

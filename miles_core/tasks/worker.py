@@ -1,9 +1,10 @@
 """A reward process: reads samples as JSON lines on stdin, writes verdicts as JSON lines on stdout. Started by `rewards.RewardPool`.
 
-    python -m miles_core.tasks.worker TASK SEED DATA EVAL_DATA
+    python -m miles_core.tasks.worker MEMORY_BYTES TASK SEED DATA EVAL_DATA
 
 First line out: {"ready": true}, or {"error": sentence} if the task does not load. Then, for every line in {"answer", "text"}, one line
-out, in the same order: {"reward", "verdict", "detail"}. It ends with its stdin, and when its parent dies, with its whole process group.
+out, in the same order: {"reward", "verdict", "detail"}. It ends with its stdin, and when its parent dies, with every process that it or a
+reward has started, whatever group or session that has gone to.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import json
 import math
 import numbers
 import os
+import resource
 import select
 import signal
 import sys
 from typing import Any
 
 from miles_core import tasks
-from miles_core.guard import die_with_parent
+from miles_core.guard import adopt_orphans, kill_tree
 
 
 def judge(task: tasks.Task, answer: Any, text: str) -> tuple[float, str, str]:
@@ -37,22 +39,28 @@ def first_line(text: str) -> str:
     return text.partition("\n")[0][:300]
 
 
-def end_group_with_stdin() -> None:
-    """Fork a watcher that kills this process group when nobody holds the other end of stdin any more: the parent has died.
+def end_with_stdin() -> None:
+    """Fork a watcher that kills this process and all that it started when nobody holds the other end of stdin any more.
 
-    The kernel's parent-death signal ends the worker alone, and would leave behind the programs that a reward started.
+    Then the parent has died. The kernel's parent-death signal ends the worker alone, and would leave behind what a reward has started.
     """
+    worker = os.getpid()
     if os.fork() == 0:
+        os.setsid()  # out of the group, which is killed when the parent gives this worker up
         os.close(1)  # else the parent would not see the worker's end
         poll = select.poll()
         poll.register(0, 0)  # no event asked for: a hang-up is always told, and requests are left for the worker
         poll.poll()
-        os.killpg(0, signal.SIGKILL)
+        os.kill(worker, signal.SIGSTOP)  # it starts nothing more
+        kill_tree(worker, but=os.getpid())
+        os.kill(worker, signal.SIGKILL)
+        os._exit(0)
 
 
-def main(name: str, seed: str, data: str, eval_data: str) -> None:
-    die_with_parent(signal.SIGKILL)
-    end_group_with_stdin()
+def main(memory: str, name: str, seed: str, data: str, eval_data: str) -> None:
+    adopt_orphans()
+    end_with_stdin()
+    resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))  # of each process: a reward that wants more gets a MemoryError
     # Reward code may print and read: it gets stderr and /dev/null, and never sees the descriptors of the protocol.
     requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -18,6 +18,8 @@ import numpy as np
 
 from miles_core.engine.sequence import Rows, SamplingParams
 
+SAMPLE_BITS = 16  # of the number that fixes a sample's noise; a sample that is drawn again has its attempt above them
+
 
 @dataclass(frozen=True)
 class TurnRequest:

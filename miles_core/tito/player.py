@@ -19,6 +19,7 @@ from miles_core.engine.engine import Engine, Request, SamplingParams
 from miles_core.routing import encode
 from miles_core.schema import Prompt, Trajectory
 from miles_core.tito.agents import HTTP, Agent
+from miles_core.tito.backend import SAMPLE_BITS
 from miles_core.tito.engine_backend import EngineBackend
 from miles_core.tito.episodes import Episodes
 from miles_core.tito.loop import Loop
@@ -98,14 +99,19 @@ class Player:
         self.episodes.url, self.episodes.api_key = self.server.url, token or "none"
         return self.server.url
 
-    def add(self, prompt: Prompt, sample: int) -> None:
-        """Begin sample number `sample` of a prompt."""
+    def add(self, prompt: Prompt, sample: int, attempt: int = 0) -> None:
+        """Begin sample number `sample` of a prompt; another attempt at it has noise of its own."""
+        assert sample < 1 << SAMPLE_BITS, sample
+        noise = attempt << SAMPLE_BITS | sample
         if self.episodes is None:
-            self.engine.add(Request(prompt.group, sample, prompt.tokens, self.params))
-            return
-        self.prompts[prompt.group, sample] = prompt
-        self.starts[prompt.group, sample] += 1
-        self.episodes.start(prompt.group, sample, list(prompt.messages), prompt.answer)
+            self.engine.add(Request(prompt.group, noise, prompt.tokens, self.params))
+        else:
+            self._start(prompt, noise)
+
+    def _start(self, prompt: Prompt, noise: int) -> None:
+        self.prompts[prompt.group, noise] = prompt
+        self.starts[prompt.group, noise] += 1
+        self.episodes.start(prompt.group, noise, list(prompt.messages), prompt.answer)
 
     def step(self) -> list[Answer]:
         """One step of the engine, if it has anything to do. Returns the answers that have ended."""
@@ -113,6 +119,7 @@ class Player:
         self.backend.pump()
         for completion in self.engine.step():
             if not self.backend.finish(completion):
+                completion.trajectory.sample &= (1 << SAMPLE_BITS) - 1
                 answers.append(Answer([completion.trajectory], completion.text, [completion.routes]))
         return answers
 
@@ -141,16 +148,17 @@ class Player:
     def _end(self, session: Session) -> list[Answer]:
         """The answer of an episode; none if it is played again. RuntimeError when it never gets to a turn, or by drift."""
         self.sessions.forget(session)
-        key = session.group, session.sample
+        key = session.group, session.noise
         prompt = self.prompts.pop(key)
+        name = f"group {session.group} sample {session.sample}"
         if session.detail and session.verdict != "ok":
-            print(f"group {key[0]} sample {key[1]}: {session.verdict}: {session.detail}", file=sys.stderr, flush=True)
+            print(f"{name}: {session.verdict}: {session.detail}", file=sys.stderr, flush=True)
         samples = collect(session, max_branches=self.max_branches)
         if not samples:
             if self.starts[key] >= MAX_STARTS:
                 why = session.detail or f"verdict {session.verdict}"
-                raise RuntimeError(f"group {key[0]} sample {key[1]}: {MAX_STARTS} episodes ended before their first turn: {why}")
-            self.add(prompt, session.sample)
+                raise RuntimeError(f"{name}: {MAX_STARTS} episodes ended before their first turn: {why}")
+            self._start(prompt, session.noise)
             return []
         del self.starts[key]
         for sample in samples if self.strict else ():

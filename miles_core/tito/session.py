@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from miles_core.schema import VERDICTS
-from miles_core.tito.backend import Backend, Piece, Turn, TurnRequest, TurnResult
+from miles_core.tito.backend import SAMPLE_BITS, Backend, Piece, Turn, TurnRequest, TurnResult
 from miles_core.tito.errors import ContextExceeded, SessionError
 from miles_core.tito.parsers import parse_assistant
 from miles_core.tito.tree import Limits, Node, Prepared, SessionTree
@@ -93,7 +93,8 @@ class Session:
         judged: bool = False,
     ) -> None:
         self.id, self.renderer, self.backend = id, renderer, backend
-        self.group, self.sample, self.max_context = group, sample, min(max_context, backend.max_context)
+        self.noise, self.group, self.sample = sample, group, sample & ((1 << SAMPLE_BITS) - 1)  # see Player.add
+        self.max_context = min(max_context, backend.max_context)
         self.max_turns, self.judged = max_turns, judged
         self.tree = SessionTree(renderer, limits or Limits(), self.max_context, matcher)
         self.last_used = time.monotonic()
@@ -163,7 +164,7 @@ class Session:
             opening = self._opening(prepared, calls=bool(tools) and tool_choice != "none", attempt=attempt)
             await _call(on_opening, opening)
             routes = prepared.node.branch_routes()
-            request = TurnRequest(prepared.tokens, params, self.group, self.sample, attempt, seed, top_logprobs, routes)
+            request = TurnRequest(prepared.tokens, params, self.group, self.noise, attempt, seed, top_logprobs, routes)
             result, pieces = await self._generate(request, on_piece)
             self._check_open()  # it may have been finished meanwhile
             message = self._message(opening, result, params.stop_strings, tools)

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save
 from torch import nn
 
-from miles_core.checkpoint import Checkpointer, Tensors, latest, load_optimizer, read_meta
+from miles_core.checkpoint import Checkpointer, Damaged, Tensors, consumed, latest, load_optimizer, read_meta, set_aside
 
+CONSUMED = (*range(12), 17, 14)
 META = {"version": 7, "base": 12, "beyond": [14, 17]}
 
 
@@ -59,7 +60,7 @@ class Run:
 
     def save(self, step: int, write=write_model) -> None:
         tensors = ((name, p.detach()) for name, p in self.model.named_parameters())
-        self.checkpoints.save(step, dict(self.model.named_parameters()), self.adamw, tensors, META, write)
+        self.checkpoints.save(step, dict(self.model.named_parameters()), self.adamw, tensors, {"version": 7}, CONSUMED, write)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
@@ -102,7 +103,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path, group: dist.ProcessGro
     noise = torch.rand(3)
     assert names(tmp_path) == ["latest", "step_000100"] and (tmp_path / "latest").resolve() == latest(tmp_path)
     assert names(latest(tmp_path)) == ["manifest.json", "model.safetensors", "train_state"]
-    assert read_meta(latest(tmp_path)) == META
+    assert read_meta(latest(tmp_path)) == META and sorted(consumed(META)) == sorted(CONSUMED)
     other = resume(latest(tmp_path), group)
     assert torch.equal(torch.rand(3), noise), "the generator goes on where it was"
     assert same(other.weights(), run.weights())
@@ -194,13 +195,28 @@ def test_a_changed_or_missing_file_is_named(tmp_path: Path, group: dist.ProcessG
             file.unlink()
             if bad is not None:
                 file.write_bytes(bad)
-            with pytest.raises(ValueError, match=f"{file} is"):
+            with pytest.raises(Damaged, match=f"{file} is"):
                 read_meta(path)
         file.write_bytes(good)
     assert read_meta(path) == META
     (path / "manifest.json").write_text("{")
-    with pytest.raises(ValueError, match="manifest.json cannot be read"):
+    with pytest.raises(Damaged, match="manifest.json cannot be read"):
         read_meta(path)
+
+
+def test_what_is_set_aside_is_not_found_and_not_lost(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    run = Run(tmp_path, group)
+    for step in (50, 100):
+        run.save(step)
+    run.checkpoints.finish()
+    assert set_aside(latest(tmp_path), "damaged").name == "damaged_step_000100"
+    assert latest(tmp_path).name == "step_000050" == (tmp_path / "latest").readlink().name
+    run.save(100)
+    run.checkpoints.finish()
+    assert set_aside(latest(tmp_path), "damaged").name == "damaged_step_000100.1"
+    set_aside(latest(tmp_path), "erased_3")
+    assert names(tmp_path) == ["damaged_step_000100", "damaged_step_000100.1", "erased_3_step_000050"]
+    assert latest(tmp_path) is None and read_meta(tmp_path / "erased_3_step_000050") == META
 
 
 def test_another_format_and_another_model_are_refused(tmp_path: Path, group: dist.ProcessGroup) -> None:

@@ -69,6 +69,7 @@ def test_run_line(tmp_path: Path) -> None:
     run = bash(f"{LAUNCH}/run.sh --model 'a dir' --steps 3", cwd=tmp_path, env=environment(NPROC="4", DRY="1"))
     words = shlex.split(run.stdout)
     assert words[:2] == ["python", str(LAUNCH / "torchrun.py")]
+    assert words[-9:-7] == ["--max-restarts", "3"]
     assert words[-7:] == ["--nproc-per-node", "4", str(ROOT / "train.py"), "--model", "a dir", "--steps", "3"]
 
 
@@ -107,6 +108,20 @@ if rank == 1 and how == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 if rank == 1 and how.isdigit() and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     sys.exit(int(how))
+if how in ("stop", "stuck"):
+    import threading
+    asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.set())
+    while not asked.is_set():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    sys.exit(0 if how == "stop" or rank == 0 else 1)
+if how == "mistake":
+    if rank == 1:
+        os.kill(int(os.environ["MILES_LAUNCHER"]), signal.SIGUSR1)
+        sys.exit(2)
+    time.sleep(60)
 if how in ("kill", "wait") or int(how) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     time.sleep(60)
 """
@@ -143,23 +158,38 @@ def test_job_ends_with_the_code_of_the_first_failure(tmp_path: Path, how: str, c
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signalled_job_ends_its_ranks(tmp_path: Path, number: signal.Signals) -> None:
-    job = start_job(tmp_path, "wait")
+@pytest.mark.parametrize(("how", "code"), [("wait", "128+"), ("stop", "0"), ("stuck", "128+")])
+def test_signalled_job_lets_its_ranks_end(tmp_path: Path, how: str, number: signal.Signals, code: str) -> None:
+    """Ranks that end with 0 make a job that does; one that fails, or does not listen, is not started again."""
+    job = start_job(tmp_path, how, "--max-restarts", "2")
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("[01]-0"))) < 2:
         assert time.monotonic() < deadline, "the ranks did not start"
         time.sleep(0.05)
+    time.sleep(0.3)
     job.send_signal(number)
-    job.communicate(timeout=60)
-    assert job.returncode == 128 + number
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == (0 if code == "0" else 128 + number), err
+    assert "Traceback" not in err.replace("KeyboardInterrupt", "") or how == "wait"
     assert_no_rank_is_left(tmp_path)
 
 
-def test_restarts_are_passed_on(tmp_path: Path) -> None:
+def test_a_rank_that_dies_starts_all_again_and_the_reason_is_said(tmp_path: Path) -> None:
     job = start_job(tmp_path, "3", "--max-restarts", "1")
     _, err = job.communicate(timeout=60)
     assert job.returncode == 0, err
     assert sorted(path.name for path in tmp_path.glob("[01]-*")) == ["0-0", "0-1", "1-0", "1-1"]
+    pid = (tmp_path / "1-0").read_text()
+    said = f"torchrun: local rank 1 (pid {pid}) failed first, with exit code 3; what it said is above; starting all ranks again"
+    assert said in err and "Traceback" not in err
+
+
+def test_a_mistake_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
+    job = start_job(tmp_path, "mistake", "--max-restarts", "3")
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, out, err) == (2, "", "")
+    assert not list(tmp_path.glob("[01]-1"))
+    assert_no_rank_is_left(tmp_path)
 
 
 # A `python` whose pip only writes down what it was asked for. Exit codes: $TORCH_IS_OLD for `import torch`, $NO_CPU_BUILD for a

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from samples import trajectory
 
-from miles_core.ring import Claim, Ring, derive, staleness_bound
+from miles_core.pacing import derive, last_version, staleness_bound
+from miles_core.ring import Claim, Ring
 
 SIZES = [(P, S) for P in (1, 2, 3, 7) for S in range(5)]
 
@@ -131,6 +132,18 @@ def test_bound_holds_and_is_attained(P: int, S: int) -> None:
         assert run.ring.consumed() == sorted(run.taken)
         if W == 1:
             assert run.taken == list(range(6 * P)), "strict order"
+
+
+@pytest.mark.parametrize(("P", "S"), SIZES)
+def test_last_version_is_never_passed_and_is_attained(P: int, S: int) -> None:
+    """When a group can be trained on at the latest: what a journalled one is measured by."""
+    B, W = derive(P, S)
+    late = []
+    for seed in range(3):
+        for run in (Run(P, B, W), Run(P, B, W, num_ranks=2)):
+            held(run, 2 * S + 4) if seed == 0 else shuffled(run, 6, seed)
+            late += [last_version(group, W, P) - trained_at // P for trained_at, group in enumerate(run.taken)]
+    assert min(late) == 0
 
 
 @pytest.mark.parametrize(("B", "W", "P"), [(4, 2, 3), (7, 3, 2), (6, 6, 4), (9, 1, 4), (6, 4, 5)])

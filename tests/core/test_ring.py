@@ -16,6 +16,7 @@ import pytest
 from samples import trajectory
 
 from miles_core import ring as ring_module
+from miles_core import status
 from miles_core.ring import TRAINER, Claim, Ref, Ring
 from miles_core.schema import FIELDS, Trajectory, group_nbytes
 
@@ -24,6 +25,8 @@ def make(num_slots: int = 4, *, live: int | None = 0, **changes: object) -> Ring
     """A ring of one rollout rank, which reports version `live`."""
     values = {"slot_bytes": 4096, "window": 1, "num_rollout_ranks": 1, "num_groups": 1000}
     ring = Ring.create(num_slots=num_slots, **{**values, **changes})
+    for row in range(ring.num_rollout_ranks + 1):
+        ring.board.join(row, row, trains=row == ring.num_rollout_ranks)
     if live is not None:
         for rank in range(ring.num_rollout_ranks):
             ring.set_live(rank, live)
@@ -206,9 +209,9 @@ def test_an_overdue_take_names_the_group_its_maker_and_everybodys_last_sign_of_l
     assert f"waited 0.05 s for group 3 (slot {claims[1].slot}, WRITING, rollout rank 1, pid {pid})" in str(caught.value)
     assert "2 of 3 groups are ready" in str(caught.value)
     for rank in range(2):
-        assert re.search(rf"rollout rank {rank} \(pid {pid}\) was generating \d+\.\d s ago", str(caught.value))
-    monkeypatch.setattr(ring_module, "process_start", lambda pid: 0)
-    with pytest.raises(TimeoutError, match=rf"rollout rank 0 \(pid {pid}, which has ended\)"):
+        assert re.search(rf"rank {rank} \(rollout, pid {pid}\) was generating \d+\.\d s ago", str(caught.value))
+    monkeypatch.setattr(status, "process_start", lambda pid: 0)
+    with pytest.raises(TimeoutError, match=rf"rank 0 \(rollout, pid {pid}, which has ended\)"):
         ring.take(3, 0.01)
     assert [ring.ready(1), ring.ready(2)] == [True, False], "a take that failed took nothing"
 
@@ -230,13 +233,16 @@ def test_the_deadline_of_take_starts_anew_with_every_group(monkeypatch: pytest.M
     assert clock[0] > 3.0
 
 
-def test_a_rank_without_a_slot_can_tell_that_the_trainer_is_gone() -> None:
+def test_a_rank_without_a_slot_can_tell_that_the_trainer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = make(num_rollout_ranks=1)
     ring.expect_trainer(60.0)
-    ring.beat(TRAINER, "training")
+    ring.board.beat(TRAINER, "training", 7)
     time.sleep(0.02)
-    with pytest.raises(TimeoutError, match=rf"the training leader \(pid {os.getpid()}\) was training \d+\.\d s ago"):
+    with pytest.raises(TimeoutError, match=rf"rank 1 \(training leader, pid {os.getpid()}\) was training \(step 7\) \d+\.\d s ago"):
         ring.expect_trainer(0.01)
+    monkeypatch.setattr(status, "process_start", lambda pid: 0)
+    with pytest.raises(RuntimeError, match=r"no slot of the ring will become free: rank 1 \(training leader, pid \d+, which has ended\)"):
+        ring.expect_trainer(60.0)
 
 
 def test_status_counts() -> None:
@@ -248,14 +254,30 @@ def test_status_counts() -> None:
     ring.add_blocked(1, 0.5)
     ring.add_blocked(1, 1.0)
     nbytes = [group_nbytes(group_of(i)) for i in range(2)]
-    assert ring.status() == (2, 1, 0, sum(nbytes), 1.75)
+    ring.count(0, restored=1, resampled=3)
+    ring.count(1, restored=2, made_again=4)
+    counts = {"reclaimed": 0, "blocked_s": 1.75, "restored": 3, "made_again": 4, "resampled": 3}
+    assert ring.status()._asdict() == {"ready": 2, "in_flight": 1, "bytes": sum(nbytes)} | counts
     refs = ring.take(1, 1.0)
-    assert ring.status() == (1, 1, 0, sum(nbytes), 1.75)
+    assert ring.status()._asdict() == {"ready": 1, "in_flight": 1, "bytes": sum(nbytes)} | counts
     ring.release(refs, 0)
-    assert ring.status() == (1, 1, 0, nbytes[1], 1.75)
-    assert not ring.stopped
-    ring.stop()
-    assert ring.stopped
+    assert ring.status()._asdict() == {"ready": 1, "in_flight": 1, "bytes": nbytes[1]} | counts
+
+
+def test_a_run_is_asked_to_stop_and_says_where_it_did() -> None:
+    ring = make(4)
+    claims = [ring.claim(0) for _ in range(3)]
+    for claim in claims[:2]:
+        ring.put(claim, group_of(claim.group))
+    refs = ring.take(2, 1.0)
+    ring.give_back(refs)
+    assert ring.consumed() == [] and [r.group for r in ring.take(1, 1.0)] == [0], "what was given back can be taken again"
+    assert not ring.asked
+    ring.ask_to_stop()
+    assert ring.asked and ring.take(2, 60.0) == [], "nobody waits for a group that is not there"
+    assert ring.stopped_at is None
+    ring.stop(0)
+    assert ring.stopped_at == 0
 
 
 def test_live_versions_never_go_back() -> None:

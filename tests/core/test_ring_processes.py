@@ -53,7 +53,7 @@ def write_groups(path: str, rank: int, pause_s: float) -> None:
     """A rollout rank: claims, 'generates' for up to `pause_s`, puts, until it is told to stop."""
     ring, random = Ring.attach(path), np.random.default_rng(os.getpid())
     open_claims = []
-    while not ring.stopped:
+    while ring.stopped_at is None:
         if len(open_claims) < 2 and (claim := ring.claim(rank)) is not None:
             open_claims.append(claim)
         elif open_claims:

@@ -18,6 +18,9 @@ from kernels.dispatch import use_fast
 from miles_core import pack
 from miles_core.advantage import ADVANTAGES
 from miles_core.config import Config
+from miles_core.earlier import Earlier
+from miles_core.journal import Journal, files
+from miles_core.journal_file import load, scan
 from miles_core.metrics import merge
 from miles_core.model import hf
 from miles_core.model.layers import named_weights
@@ -29,7 +32,7 @@ from miles_core.routing import BalanceParams, TrainRoutes
 from miles_core.schema import VERDICTS, Trajectory, group_nbytes
 from miles_core.topology import Layout
 from miles_core.weights import Board, Plan, Publisher, Receiver
-from rollout import Inputs, Rollout, load_inputs
+from rollout import Inputs, Rollout, load_inputs, recipe_of
 
 CPU, LAYOUT = torch.device("cpu"), Layout(1, 1, 0)
 # Two turns; then the context is compacted, and the agent goes on from a summary; then back to the first turn, with another question. One
@@ -76,13 +79,25 @@ def rolled_out(config: Config, inputs: Inputs) -> Iterator[tuple[list[list[Traje
     board = Board.create(Plan.of(hf.build(inputs.model_config, "meta"), torch.float32), [0], "shm")
     Publisher(board, 10.0).publish(0, named_weights(hf.load(inputs.model_dir)))
     store, model = RouteStore(0, None), hf.build(inputs.model_config, CPU, torch.float32)
-    with contextlib.closing(Rollout(config, inputs, model, ring, Receiver(board, 0, 10.0), 0, store, None)) as rollout:
+    directory = Path(config.agent).parent / "journal"
+    journal = Journal(directory, 1, 0, recipe_of(config, model))
+    earlier = Earlier(directory, 1, {}, lambda *_: True, lambda _: 0, 0)
+    with contextlib.closing(Rollout(config, inputs, model, ring, Receiver(board, 0, 10.0), 0, store, None, journal, earlier)) as rollout:
         rollout.refresh(min_version=0)
         for _ in range(100_000):
             if ring.ready(config.prompts_per_step):
                 break
             rollout.tick()
-        yield [ring.read(ref) for ref in ring.take(config.prompts_per_step, 1.0)], store, ring
+        groups = [ring.read(ref) for ref in ring.take(config.prompts_per_step, 1.0)]
+        entries = sorted((entry for path in files(directory) for entry in scan(path).entries), key=lambda entry: entry.group)
+        assert [e.group for e in entries] == [g[0].group for g in groups], "every group is in the journal before the ring, whole"
+        for entry, group in zip(entries, groups, strict=True):
+            same, routes = load(entry)
+            assert [t.key for t in same] == [t.key for t in group] and all(
+                np.array_equal(a.logp_roll, b.logp_roll) for a, b in zip(same, group, strict=True)
+            )
+            assert all(np.array_equal(r, store.rows[t.key].numpy()) for t, r in zip(group, routes, strict=True))
+        yield groups, store, ring
 
 
 def difference(trajectories: list[Trajectory], store: RouteStore, inputs: Inputs) -> tuple[float, float]:

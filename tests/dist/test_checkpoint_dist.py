@@ -25,7 +25,7 @@ from miles_core.checkpoint import Checkpointer, Tensors, WriteModel, latest, loa
 from miles_core.model import hf
 from miles_core.model.parallel import full_tensors, shard
 
-META = {"version": 2}
+META = {"version": 2, "base": 3, "beyond": []}
 
 
 def write_model(path: Path, tensors: Tensors) -> None:
@@ -65,7 +65,7 @@ class Run:
         self.adamw.step()
 
     def save(self, step: int, write: WriteModel = write_model) -> None:
-        self.checkpoints.save(step, self.parameters, self.adamw, full_tensors(self.model), META, write)
+        self.checkpoints.save(step, self.parameters, self.adamw, full_tensors(self.model), {"version": 2}, range(3), write)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in full_tensors(self.model)}

@@ -251,7 +251,7 @@ def first_run(directory: Path, size: int) -> States:
     run = Run(directory, size)
     run.step(0)
     run.step(1)
-    run.checkpoints.save(2, run.parameters, run.adamw, full_tensors(run.model, master=True), {"version": 2}, write_model)
+    run.checkpoints.save(2, run.parameters, run.adamw, full_tensors(run.model, master=True), {"version": 2}, (), write_model)
     saved = run.state()
     run.step(2)
     run.step(3)

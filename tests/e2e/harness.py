@@ -57,7 +57,7 @@ class Job:
             command[1:1] = [str(ROOT / "launch/torchrun.py"), *torchrun]
         self.mark = f"{_MARK}={uuid.uuid4().hex}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
-        ours = {"NPROC": str(ranks), "VIRTUAL_ENV": sys.prefix, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        ours = {"MAX_RESTARTS": "0", "NPROC": str(ranks), "VIRTUAL_ENV": sys.prefix, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.files = [cwd / f"job-{self.mark[-8:]}.{name}" for name in ("out", "err")]
         self.shared_memory = set(os.listdir("/dev/shm"))
         self.started, self.deadline_s = time.monotonic(), deadline_s
