@@ -17,11 +17,14 @@ import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
+
+KILL_S = 5.0
 
 
 def exit_code(code: int) -> int:
@@ -46,45 +49,56 @@ class _Ended(Exception):
     """The ranks are to be ended, and not to be started again: the exit code of the job."""
 
 
-class _Restarts(logging.Handler):
-    """Says which rank failed where torchrun starts all of them again. Its own remarks are the only place where it says so."""
+class _Remarks(logging.Handler):
+    """torchrun's remarks are the only place where it says what it is about to do: which rank has failed, and that it starts all again.
+
+    A rank that it ends, and that does not listen because it is stopped or hangs in a driver, is killed after KILL_S, not after 30 seconds.
+    """
+
+    def __init__(self, asked: list[int]):
+        super().__init__()
+        self.asked, self.reason = asked, "a rank failed"
 
     def emit(self, record: logging.LogRecord) -> None:
-        if str(record.msg).startswith("failed (exitcode") and len(record.args) >= 3:
+        if str(record.msg).startswith("Sending process"):
+            timer = threading.Timer(KILL_S, _kill, [record.args[0]])
+            timer.daemon = True
+            timer.start()
+        elif str(record.msg).startswith("failed (exitcode"):
             code, local_rank, pid = record.args[:3]
+            if self.asked:
+                raise _Ended(exit_code(code))  # through torchrun, which ends the other ranks on its way out
             self.reason = f"local rank {local_rank} (pid {pid}) {describe_code(code)}"
-        elif "will restart worker group" in str(record.msg) and len(record.args) >= 3:
-            print(f"torchrun: {getattr(self, 'reason', 'a rank failed')}; starting all ranks again, {record.args[2]} times more at most",
-                  file=sys.stderr, flush=True)
+        elif "will restart worker group" in str(record.msg):
+            print(f"torchrun: {self.reason}; starting all ranks again, restart {record.args[3] - record.args[2] + 1} of {record.args[3]}",
+                  file=sys.stderr, flush=True)  # fmt: skip
 
 
-def _ranks() -> set[int]:
+def _ranks() -> list[int]:
     """Processes that this one has started."""
-    found = set()
+    found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
             if int(parent) == os.getpid() and state != "Z":
-                found.add(int(stat.parent.name))
+                found.append(int(stat.parent.name))
     return found
 
 
-def _pass_on_signals() -> None:
-    """SIGTERM and SIGINT to the ranks; from then on a restart ends the job."""
-    asked: set[int] = set()
+def _kill(pid: int) -> None:
+    if pid in _ranks():
+        os.kill(pid, signal.SIGKILL)
+
+
+def _pass_on_signals() -> list[int]:
+    """SIGTERM and SIGINT to the ranks. Returns the list of those that have come, which grows."""
+    asked: list[int] = []
 
     def ask(number: int, _: object) -> None:
-        asked.update(_ranks())
+        asked.append(number)
         for pid in _ranks():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        signal.signal(signal.SIGALRM, lambda *_: watch(number))
-        watch(number)
-
-    def watch(number: int) -> None:
-        if not _ranks() <= asked:
-            raise _Ended(128 + number)
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
 
     def mistake(*_: object) -> None:
         raise _Ended(2)
@@ -93,17 +107,17 @@ def _pass_on_signals() -> None:
         signal.signal(number, ask)
     signal.signal(signal.SIGUSR1, mistake)
     os.environ["MILES_LAUNCHER"] = str(os.getpid())
+    return asked
 
 
 def launch(argv: list[str]) -> int:
     """Run torchrun with `argv` and return the exit code of the whole job."""
-    if "LOGLEVEL" not in os.environ:  # the agent's remarks about signals it sends would bury the rank's own message
-        restarts = _Restarts()
+    remarks = _Remarks(_pass_on_signals())
+    if "LOGLEVEL" not in os.environ:  # shown as they are, they would bury the rank's own message
         for name in ("multiprocessing.api", "agent.server.api"):
             logger = logging.getLogger(f"torch.distributed.elastic.{name}")
-            logger.handlers, logger.propagate = [restarts], False
+            logger.handlers, logger.propagate = [remarks], False
             logger.setLevel(logging.INFO)
-    _pass_on_signals()
     try:
         main(["--signals_to_handle", "SIGHUP,SIGQUIT", *argv])
     except ChildFailedError as error:
@@ -115,8 +129,6 @@ def launch(argv: list[str]) -> int:
         return 128 + caught.sigval
     except _Ended as ended:
         return ended.args[0]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
     return 0
 
 

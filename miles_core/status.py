@@ -78,7 +78,7 @@ class StatusBoard:
         mine = self._row(row)
         if not mine[HEARTBEAT]:
             return f"{'the training leader' if row == TRAINER else f'rollout rank {row}'} has not started"
-        role = "training leader" if row == TRAINER else "training" if mine[TRAINS] else "rollout"
+        role = "training leader" if row in (TRAINER, self.num_rollout_ranks) else "training" if mine[TRAINS] else "rollout"
         gone = ", which has ended" if self.ended(row) else ""
         did = f"{PHASES[mine[PHASE]]} (step {mine[STEP]})" if mine[TRAINS] else PHASES[mine[PHASE]]
         return f"rank {mine[RANK]} ({role}, pid {mine[PID]}{gone}) was {did} {self.silence_s(row):.1f} s ago"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -37,6 +38,16 @@ def killed_after_the_first_checkpoint(cwd: Path, *flags: object) -> None:
     assert not (cwd / CHECKPOINTS / "step_000008").exists()
 
 
+def figures(cwd: Path) -> list[list[float]]:
+    """What a synchronous run must repeat to the bit."""
+    names = ("step", "train/loss", "train/grad_norm", "train/lr", "rollout/reward_mean", "train/entropy", "train/ratio_max")
+    return [[step[name] for name in names] for step in steps(cwd / "run")]
+
+
+def weights(cwd: Path) -> bytes:
+    return (cwd / CHECKPOINTS / "latest/model.safetensors").read_bytes()
+
+
 def consumed(cwd: Path) -> list[int]:
     return sorted(group for step in steps(cwd / "run") for group in consumed_groups(step, 2))
 
@@ -49,12 +60,8 @@ def test_synchronous_run_resumes_bit_for_bit(uninterrupted: Path, tmp_path: Path
     ended = succeed(tmp_path, *FLAGS, *SYNC, ranks=2)
     assert "run directory: run, resumed at step 4" in ended.out
     assert not half_written.exists()
-    names = ("step", "train/loss", "train/grad_norm", "train/lr", "rollout/reward_mean", "train/entropy", "train/ratio_max")
-    figures = [[[step[name] for name in names] for step in steps(cwd / "run")] for cwd in (tmp_path, uninterrupted)]
-    assert figures[0] == figures[1]
+    assert figures(tmp_path) == figures(uninterrupted) and weights(tmp_path) == weights(uninterrupted)
     assert consumed(tmp_path) == list(range(16))
-    weights = [(cwd / CHECKPOINTS / "latest/model.safetensors").read_bytes() for cwd in (tmp_path, uninterrupted)]
-    assert weights[0] == weights[1]
 
 
 def test_asynchronous_run_resumes(tmp_path: Path) -> None:
@@ -67,17 +74,43 @@ def test_asynchronous_run_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "train_state/__0_0.distcp"])
-def test_damaged_checkpoint(uninterrupted: Path, tmp_path: Path, file: str) -> None:
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted: Path, tmp_path: Path, file: str) -> None:
+    """Loudly; and what was sampled from the versions that this erases is made again."""
     shutil.copytree(uninterrupted / "run", tmp_path / "run", symlinks=True)
     path = tmp_path / CHECKPOINTS / "step_000008" / file
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    said = sentence(Job(tmp_path, *FLAGS, *SYNC, "--steps", 9).end())
-    assert said == (
-        f"{CHECKPOINTS}/step_000008/{file} is not what was saved (size or digest differ): "
-        f"remove {CHECKPOINTS}/step_000008 to go on from an earlier one"
-    )
+    ended = succeed(tmp_path, *FLAGS, *SYNC)
+    said = f"{CHECKPOINTS}/step_000008/{file} is not what was saved (size or digest differ)"
+    assert f"WARNING: {said}. Set aside as {CHECKPOINTS}/damaged_step_000008; trying the one before" in ended.out
+    assert "run directory: run, resumed at step 4" in ended.out
+    assert figures(tmp_path) == figures(uninterrupted)
+    last = steps(tmp_path / "run")[-1]
+    assert (last["ring/restored"], last["ring/made_again"]) == (2, 6), "those of step 5 were sampled from version 4, which counts"
+    assert (tmp_path / CHECKPOINTS / "step_000008/model.safetensors").read_bytes() == weights(uninterrupted)
+
+
+def test_an_older_checkpoint_can_be_asked_for_and_what_came_after_is_set_aside(uninterrupted: Path, tmp_path: Path) -> None:
+    shutil.copytree(uninterrupted / "run", tmp_path / "run", symlinks=True)
+    ended = succeed(tmp_path, *FLAGS, *SYNC, "--resume", CHECKPOINTS / "step_000004")
+    assert f"{CHECKPOINTS}/erased_2_step_000008: set aside, the run goes on from step 4" in ended.out
+    assert figures(tmp_path) == figures(uninterrupted) and weights(tmp_path) == weights(uninterrupted)
+    assert [json.loads(line) for line in (tmp_path / "run/incarnations.jsonl").read_text().splitlines()] == [
+        {"incarnation": 1, "version": 0, "parent": 0},
+        {"incarnation": 2, "version": 4, "parent": 1},
+    ]
+    said = sentence(Job(tmp_path, *FLAGS, "--resume", "run/checkpoints/step_000005").end())
+    assert said.startswith("--resume run/checkpoints/step_000005 is no checkpoint: give auto, none, or a directory")
+
+
+def test_from_the_beginning(uninterrupted: Path, tmp_path: Path) -> None:
+    shutil.copytree(uninterrupted / "run", tmp_path / "run", symlinks=True)
+    succeed(tmp_path, *FLAGS, *SYNC, "--resume", "none", "--steps", 4, "--lr-schedule", "constant")
+    assert [step["step"] for step in steps(tmp_path / "run")] == [1, 2, 3, 4]
+    assert steps(tmp_path / "run")[-1]["ring/restored"] == 0
+    names = sorted(path.name for path in (tmp_path / CHECKPOINTS).iterdir())
+    assert names == ["erased_2_step_000004", "erased_2_step_000008", "latest", "step_000004"]
 
 
 @pytest.mark.parametrize(

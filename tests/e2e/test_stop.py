@@ -1,0 +1,64 @@
+"""A run that is asked to stop finishes its step, saves, ends with 0, and goes on with the same command as if it had never stopped.
+
+    python -m pytest tests/e2e/test_stop.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from harness import TASK, Job, consumed_groups, steps, succeed
+
+FLAGS = ("--task", TASK, "--steps", 9, "--prompts-per-step", 2, "--samples-per-prompt", 4, "--eval-prompts", 2, "--run-dir", "run")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number", "staleness"),
+    [(0, signal.SIGINT, 0), (2, signal.SIGINT, 2), (2, signal.SIGTERM, 0)],
+    ids=["Ctrl-C, one rank", "Ctrl-C", "SIGTERM"],
+)
+def test_stop_and_go_on(tmp_path: Path, ranks: int, number: signal.Signals, staleness: int) -> None:
+    """The terminal interrupts the whole foreground group, SLURM signals every process of the job, ranks included."""
+    flags = (*FLAGS, "--max-staleness", staleness)
+    job = Job(tmp_path, *flags, ranks=ranks, E2E_REWARD_S="0.05")
+    job.wait_until(lambda: "step 2/" in job.out, "two steps")
+    sent = time.monotonic()
+    if number == signal.SIGINT:
+        os.killpg(job.process.pid, number)
+    else:
+        for pid in [job.process.pid, *(job.rank_pid(rank) for rank in range(ranks))]:
+            os.kill(pid, number)
+    ended = job.end()
+    assert ended.code == 0 and time.monotonic() - sent < 20, str(ended)
+    assert ended.err == "", str(ended)
+    done = len(steps(tmp_path / "run"))
+    assert 2 <= done < 9
+    assert f"stopped by {number.name} after step {done} of 9: {done} steps" in ended.out
+    assert "go on with the same command and --run-dir run: nothing of what was finished is lost" in ended.out
+    assert "(held out)" not in ended.out, "no evaluation once it is asked to stop"
+    assert (tmp_path / f"run/checkpoints/step_{done:06d}").exists()
+    again = succeed(tmp_path, *flags, ranks=ranks)
+    assert f"resumed at step {done}" in again.out
+    assert [step["step"] for step in steps(tmp_path / "run")] == list(range(1, 10))
+    assert sorted(g for step in steps(tmp_path / "run") for g in consumed_groups(step, 2)) == list(range(18)), "each group once"
+    if staleness:
+        assert max(step["ring/restored"] for step in steps(tmp_path / "run")) > 0, "what was finished came back from the journal"
+
+
+def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
+    job = Job(tmp_path, *FLAGS, "--max-staleness", 0, ranks=2, E2E_REWARD_S="0.05")
+    job.wait_until(lambda: "step 2/" in job.out, "two steps")
+    trainer = job.rank_pid(1)
+    os.kill(trainer, signal.SIGSTOP)  # else it would be gone by the time of the second one
+    os.killpg(job.process.pid, signal.SIGINT)
+    time.sleep(0.5)
+    os.killpg(job.process.pid, signal.SIGINT)
+    time.sleep(0.5)
+    os.kill(trainer, signal.SIGCONT)
+    ended = job.end()
+    assert ended.code == 130 and "interrupted" in ended.err and ended.seconds < 60, str(ended)
+    assert not (tmp_path / "run/checkpoints/latest").exists()
