@@ -171,8 +171,8 @@ class Rollout:
                     self.routes.keep(trajectory, routes)
         trajectories = [trajectory for answer in answers for trajectory in answer.trajectories]
         routes = [NO_ROUTES if rows is None else rows.cpu().numpy() for answer in answers for rows in answer.routes]
-        self.journal.append(trajectories, routes)  # before the ring: what is trained on can be had again
-        self.ring.put(group.claim, trajectories)
+        data = self.journal.append(trajectories, routes)  # first the journal: what is trained on can be had again
+        self.ring.put_bytes(group.claim, data)
 
     def evaluate(self, shard: int, num_shards: int) -> dict[str, Metric]:
         self.ring.board.beat(self.index, "evaluating")

@@ -33,6 +33,10 @@ LAUNCHER = "MILES_LAUNCHER"  # environment: pid of launch/torchrun.py, which wan
 _OURS = Path(__file__).resolve().parents[1]
 
 
+class PeerLost(RuntimeError):
+    """Another rank has ended, so this one cannot go on. That one has said why."""
+
+
 _asked: list[str] = []  # names of the signals that have asked for an end
 _explanations: list[Callable[[], str]] = []
 
@@ -144,7 +148,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             print(f"error: {error}: make room on the disk of --run-dir, then resume the run from its last checkpoint", file=sys.stderr)
             os._exit(_users_mistake())
-        if any(text in str(error) for text in _PEER_LOST):
+        if isinstance(error, PeerLost) or any(text in str(error) for text in _PEER_LOST):
             time.sleep(_GRACE_S)
             print(f"rank {rank}: lost another rank; the first failure is above", file=sys.stderr)
         traceback.print_exc()

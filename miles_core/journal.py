@@ -58,17 +58,19 @@ class Journal:
         self._thread = threading.Thread(target=self._sync_now_and_then, name="journal", daemon=True)
         self._thread.start()
 
-    def append(self, group: list[Trajectory], routes: list[np.ndarray]) -> None:
-        """Add a finished group: `routes` of each trajectory, uint8, empty where none were recorded."""
+    def append(self, group: list[Trajectory], routes: list[np.ndarray]) -> np.ndarray:
+        """Add a finished group: `routes` of each trajectory, uint8, empty where none were recorded. Returns the group as bytes (uint8)."""
         self._raise_failure()
         if self.fd < 0 or self.size > MAX_FILE_BYTES:
             self._open()
-        self._write(encode_record(group, routes))
+        head, body, nbytes = encode_record(group, routes)
+        self._write([memoryview(head), memoryview(body)])
         if self.fsync == "always":
             os.fsync(self.fd)
         elif self.fsync == "interval":
             with self._lock:
                 self._dirty.add(self.fd)
+        return body[:nbytes]
 
     def rotate(self) -> None:
         """Close the file, if there is one; the next group begins another. So a checkpoint that has them all can free whole files."""

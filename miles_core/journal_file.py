@@ -77,8 +77,8 @@ def encode_header(incarnation: int, rank: int, recipe: dict[str, Any]) -> bytes:
     return MAGIC + words.tobytes() + text.ljust(aligned(len(text)))
 
 
-def encode_record(group: list[Trajectory], routes: list[np.ndarray]) -> list[memoryview]:
-    """A group and the routes of each of its trajectories (uint8, maybe empty) as pieces to be written one after another."""
+def encode_record(group: list[Trajectory], routes: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, int]:
+    """A group and the routes of each of its trajectories (uint8, maybe empty) -> head, body, and how much of the body is the group."""
     sizes = [len(r) for r in routes]
     assert len(routes) == len(group) and all(n in (0, t.route_bytes) for n, t in zip(sizes, group, strict=True)), sizes
     nbytes, num_routes = group_nbytes(group), sum(sizes)
@@ -89,7 +89,7 @@ def encode_record(group: list[Trajectory], routes: list[np.ndarray]) -> list[mem
     versions = np.concatenate([t.version[:, 0] for t in group])
     head = np.array([_MARK, group[0].group, versions.min(), versions.max(), nbytes, num_routes, digest(body), 0], np.int64)
     head[HEAD_DIGEST] = digest(head[:HEAD_DIGEST])
-    return [memoryview(head).cast("B"), memoryview(body)]
+    return head.view(np.uint8), body, nbytes
 
 
 def scan(path: Path) -> Contents:

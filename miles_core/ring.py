@@ -31,13 +31,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
-from miles_core.digest import digest
+from miles_core.digest import copy_and_digest, digest
+from miles_core.guard import PeerLost
 from miles_core.schema import Trajectory, group_nbytes, read_group, write_group
 from miles_core.shm import Segment, process_start
 from miles_core.status import BLOCKED_NS, EVALUATIONS, LIVE, MADE_AGAIN, PLAYED, RESAMPLED, RESTORED, ROW, TRAINER, WAITING, StatusBoard
@@ -157,13 +158,17 @@ class Ring:
 
     def put(self, claim: Claim, group: list[Trajectory]) -> None:
         """Serialise a finished group into its slot and make it READY. Raises ValueError when it is larger than a slot."""
-        row, nbytes = self._tenant(claim, WRITING), group_nbytes(group)
+        self._put(claim, group_nbytes(group), lambda data: write_group(group, data))
+
+    def put_bytes(self, claim: Claim, group: np.ndarray) -> None:
+        """`put` of a group that is serialised already (schema.write_group), uint8."""
+        self._put(claim, len(group), lambda data: copy_and_digest(np.frombuffer(data, np.uint8), group))
+
+    def _put(self, claim: Claim, nbytes: int, write: Callable[[memoryview], int]) -> None:
+        row = self._tenant(claim, WRITING)
         if nbytes > self.slot_bytes:
-            raise ValueError(
-                f"group {claim.group} takes {nbytes} bytes, a slot of the ring has {self.slot_bytes}: its longest sample has "
-                f"{max(len(t.tokens) for t in group)} tokens; raise --max-context"
-            )
-        row[NBYTES], row[CHECKSUM] = nbytes, write_group(group, self._data(claim.slot, nbytes))
+            raise ValueError(f"group {claim.group} takes {nbytes} bytes, a slot of the ring has {self.slot_bytes}; raise --max-context")
+        row[NBYTES], row[CHECKSUM] = nbytes, write(self._data(claim.slot, nbytes))
         row[WORD] += READY - WRITING  # last: only now can anyone see what was written
 
     def set_live(self, rank: int, version: int) -> None:
@@ -190,10 +195,10 @@ class Ring:
         return self.board.rollout[:, [WAITING, PLAYED, EVALUATIONS]].T.tolist()
 
     def expect_trainer(self, timeout_s: float) -> None:
-        """For ranks that wait for a free slot: raise RuntimeError when the training leader has ended, TimeoutError when it has not given a
-        sign of life for so long."""
+        """For ranks that wait for a free slot: raise PeerLost when the training leader has ended, TimeoutError when it has not given a sign
+        of life for so long."""
         if self.board.ended(TRAINER):
-            raise RuntimeError(f"no slot of the ring will become free: {self.board.describe(TRAINER)}")
+            raise PeerLost(f"no slot of the ring will become free: {self.board.describe(TRAINER)}")
         if (since := self.board.silence_s(TRAINER)) > timeout_s:
             raise TimeoutError(f"no slot of the ring became free, and nothing was heard for {since:.0f} s: {self.board.describe(TRAINER)}")
 
