@@ -25,8 +25,15 @@ import os, subprocess, sys, time
 from miles_core.tasks import Task
 
 def hang(answer):
-    program = subprocess.Popen(["sleep", "1000"])  # must die with the reward
-    open(answer, "w").write(f"{os.getpid()} {program.pid}")
+    # all of these must die with the reward: a program, one in a session of its own, and an orphan of another one that has ended
+    programs = [subprocess.Popen(["sleep", "1000"], start_new_session=own) for own in (False, True)]
+    orphan = subprocess.run("setsid sleep 1000 >/dev/null 2>&1 & echo $!", shell=True, capture_output=True, text=True).stdout
+    open(answer, "w").write(f"{os.getpid()} {programs[0].pid} {programs[1].pid} {int(orphan)}")
+    time.sleep(1000)
+
+def bomb(answer):
+    for _ in range(200):
+        subprocess.Popen(["sh", "-c", f"echo $$ >> {answer}; sleep 1000 & setsid sh -c 'sleep 1000 & wait' & wait"])
     time.sleep(1000)
 
 def crash(answer):
@@ -42,7 +49,8 @@ def fail(answer):
 
 DO = {"hang": hang, "crash": crash, "noise": noise, "fail": fail, "exit": lambda answer: sys.exit(3),
       "none": lambda answer: None, "nan": lambda answer: float("nan"), "word": lambda answer: "1", "huge": lambda answer: 10**400,
-      "true": lambda answer: True, "number": lambda answer: answer, "pid": lambda answer: os.getpid()}
+      "true": lambda answer: True, "number": lambda answer: answer, "pid": lambda answer: os.getpid(),
+      "big": lambda answer: len(bytearray(answer << 20)), "bomb": bomb}
 
 def task(seed, data):
     return Task("do", None, lambda answer, text: DO[text](answer))
@@ -138,6 +146,33 @@ def test_a_reward_past_its_deadline_is_killed_with_what_it_started(do: Callable[
     wait_until(lambda: not any(map(is_alive, pids)), f"end of {pids}")
 
 
+def test_a_reward_that_forks_without_end_is_killed_whole(do: Callable[..., RewardPool], tmp_path: Path) -> None:
+    """Some 800 processes in 200 groups and as many sessions."""
+    results = judge(do(timeout_s=3.0), (str(tmp_path / "pids"), "bomb"), (1, "number"))
+    assert [verdict for _, _, verdict, _ in results] == ["timeout", "ok"]
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) > 20
+    wait_until(lambda: not any(map(is_alive, pids)), f"end of {pids}")
+    assert _sleepers() == []
+
+
+def _sleepers() -> list[int]:
+    """Processes that only the rewards of this file start."""
+    return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if _read(path) == b"sleep\x001000\0"]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def test_a_reward_that_eats_memory_gets_an_error_and_costs_only_itself(do: Callable[..., RewardPool]) -> None:
+    results = judge(do(memory_gib=0.5), (10, "big"), (4000, "big"), (3, "number"))
+    assert [result[1:] for result in results] == [(10 << 20, "ok", ""), (0.0, "infra_error", "MemoryError: "), (3, "ok", "")]
+
+
 def test_a_deadline_is_for_one_sample_not_for_the_queue(do: Callable[..., RewardPool], tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
     reward = "lambda answer, text: time.sleep(0.2) or 1"
@@ -201,7 +236,7 @@ def test_a_task_that_does_not_load_in_its_process_stops_the_run(tmp_path: Path, 
 def test_close_leaves_no_process(do: Callable[..., RewardPool], tmp_path: Path) -> None:
     pool, file = do(num_workers=2), tmp_path / "pids"
     pool.submit(0, str(file), "hang")
-    wait_until(lambda: all_ready(pool) and file.exists() and len(file.read_text().split()) == 2, "a reward that hangs")
+    wait_until(lambda: all_ready(pool) and file.exists() and len(file.read_text().split()) == 4, "a reward that hangs")
     pids = [int(pid) for pid in file.read_text().split()] + [worker.process.pid for worker in pool._workers]
     assert all(map(is_alive, pids))
     pool.close()
@@ -226,9 +261,9 @@ time.sleep(1000)
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
-    wait_until(lambda: len(file.read_text().split()) == 2, "a reward that hangs")
+    wait_until(lambda: len(file.read_text().split()) == 4, "a reward that hangs")
     pids += [int(pid) for pid in file.read_text().split()]
-    assert len(pids) == 4 and all(map(is_alive, pids))
+    assert len(pids) == 6 and all(map(is_alive, pids))
     parent.kill()
     parent.wait()
     parent.stdout.close()

@@ -5,36 +5,28 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rollout_kit import CPU, LAYOUT, rolled_out
 
 import train
 from kernels.dispatch import use_fast
 from miles_core import pack
 from miles_core.advantage import ADVANTAGES
 from miles_core.config import Config
-from miles_core.earlier import Earlier
-from miles_core.journal import Journal, files
-from miles_core.journal_file import load, scan
 from miles_core.metrics import merge
 from miles_core.model import hf
-from miles_core.model.layers import named_weights
 from miles_core.parity import Gate
 from miles_core.report import rollout_metrics
-from miles_core.ring import Ring
 from miles_core.route_transport import Fetch, RouteStore
 from miles_core.routing import BalanceParams, TrainRoutes
 from miles_core.schema import VERDICTS, Trajectory, group_nbytes
-from miles_core.topology import Layout
-from miles_core.weights import Board, Plan, Publisher, Receiver
-from rollout import Inputs, Rollout, load_inputs, recipe_of
+from rollout import Inputs, load_inputs
 
-CPU, LAYOUT = torch.device("cpu"), Layout(1, 1, 0)
 # Two turns; then the context is compacted, and the agent goes on from a summary; then back to the first turn, with another question. One
 # sample in three never forks, and one has an agent that breaks at the end.
 AGENTS = """
@@ -72,34 +64,6 @@ def configured(tmp_path: Path, agent: str = "run", **changes: object) -> tuple[C
     return config, load_inputs(config, CPU, torch.float32)
 
 
-@contextlib.contextmanager
-def rolled_out(config: Config, inputs: Inputs) -> Iterator[tuple[list[list[Trajectory]], RouteStore, Ring]]:
-    """The groups of one step, as views of their slots, and the routes that the rank has kept."""
-    ring = Ring.create(**train.ring_shape(config, LAYOUT, inputs), num_rollout_ranks=1)
-    board = Board.create(Plan.of(hf.build(inputs.model_config, "meta"), torch.float32), [0], "shm")
-    Publisher(board, 10.0).publish(0, named_weights(hf.load(inputs.model_dir)))
-    store, model = RouteStore(0, None), hf.build(inputs.model_config, CPU, torch.float32)
-    directory = Path(config.agent).parent / "journal"
-    journal = Journal(directory, 1, 0, recipe_of(config, model))
-    earlier = Earlier(directory, 1, {}, lambda *_: True, lambda _: 0, 0)
-    with contextlib.closing(Rollout(config, inputs, model, ring, Receiver(board, 0, 10.0), 0, store, None, journal, earlier)) as rollout:
-        rollout.refresh(min_version=0)
-        for _ in range(100_000):
-            if ring.ready(config.prompts_per_step):
-                break
-            rollout.tick()
-        groups = [ring.read(ref) for ref in ring.take(config.prompts_per_step, 1.0)]
-        entries = sorted((entry for path in files(directory) for entry in scan(path).entries), key=lambda entry: entry.group)
-        assert [e.group for e in entries] == [g[0].group for g in groups], "every group is in the journal before the ring, whole"
-        for entry, group in zip(entries, groups, strict=True):
-            same, routes = load(entry)
-            assert [t.key for t in same] == [t.key for t in group] and all(
-                np.array_equal(a.logp_roll, b.logp_roll) for a, b in zip(same, group, strict=True)
-            )
-            assert all(np.array_equal(r, store.rows[t.key].numpy()) for t, r in zip(group, routes, strict=True))
-        yield groups, store, ring
-
-
 def difference(trajectories: list[Trajectory], store: RouteStore, inputs: Inputs) -> tuple[float, float]:
     """(tokens compared with the trainer, largest difference), with every trajectory's own rows replayed, in small micro-batches."""
     model, moe, gate, seen = hf.load(inputs.model_dir), inputs.model_config.moe, Gate("report", "recompute", synchronous=True), []
@@ -117,7 +81,7 @@ def difference(trajectories: list[Trajectory], store: RouteStore, inputs: Inputs
 @pytest.mark.parametrize("max_branches", [4, 2])
 def test_every_branch_is_trained_on_what_was_sampled(tmp_path: Path, max_branches: int) -> None:
     config, inputs = configured(tmp_path, max_branches=max_branches)
-    with rolled_out(config, inputs) as (groups, store, ring):
+    with rolled_out(config, inputs, tmp_path) as (groups, store, ring):
         trajectories = [t for group in groups for t in group]
         branches = [1, *[min(3, max_branches)] * 3]
         for group in groups:
@@ -147,10 +111,10 @@ def test_hard_drift_stops_a_strict_run_and_is_counted_by_others(tmp_path: Path, 
     config, inputs = configured(tmp_path, "drifting", parity=parity, samples_per_prompt=2)
     if parity == "strict":
         with pytest.raises(RuntimeError, match="group 0 sample 0: the tokens of the session drifted from their messages: Drift"):
-            with rolled_out(config, inputs):
+            with rolled_out(config, inputs, tmp_path):
                 pass
         return
-    with rolled_out(config, inputs) as (groups, _, _):
+    with rolled_out(config, inputs, tmp_path) as (groups, _, _):
         metrics = {name: metric.value() for name, metric in rollout_metrics(groups).items()}
         assert metrics["rollout/drift/special_count"] == 1.0 and metrics["rollout/drift/other_text"] == 0.0
 
