@@ -12,6 +12,7 @@ runs/<date-time>/
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -60,8 +61,24 @@ def _git(*args: str) -> str:
         return f"not known: {error}\n"
 
 
+def lock(path: Path) -> None:
+    """Make the run directory, and keep other runs out of it for as long as this process lives (one rank). ValueError when one is in it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ValueError(f"--run-dir {path} cannot be written: {error}") from error
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # by the kernel, so it goes with us; never closed
+    except BlockingIOError as error:
+        owner = os.read(fd, 200).decode()
+        raise ValueError(f"--run-dir {path} is in use by {owner}: wait until that has ended, or give another directory") from error
+    os.ftruncate(fd, 0)
+    os.write(fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+
 def open_run(path: Path, config_json: str) -> None:
-    """Create or reopen a run directory (one rank). A changed config of a resumed run is announced, field by field."""
+    """Fill in a run directory that is ours (one rank). A changed config of a resumed run is announced, field by field."""
     try:
         (path / "code").mkdir(parents=True, exist_ok=True)
         recorded = path / "config.json"

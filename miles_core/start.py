@@ -45,6 +45,7 @@ def open_run(run_dir: str, resume: str, steps: int, prompts_per_step: int, confi
     path, again = rundir.choose(run_dir)
     if again:
         resume = "auto"  # what was asked for has been done by the first start of this launch
+    rundir.lock(path)
     found = _find(path, resume)
     meta = checkpoint.read_meta(found) if found is not None else {"version": 0, "base": 0, "beyond": []}
     if found is not None:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,6 +96,26 @@ def test_starts_are_counted_and_the_initial_weights_are_everybodys(tmp_path: Pat
     assert second.still_valid(1, 0) and not second.still_valid(1, 1), "what was sampled before any step can be used"
     assert not third.still_valid(2, 0), "--resume none begins anew"
     assert fourth.still_valid(3, 0) and not fourth.still_valid(2, 0)
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    """Two writers would ruin each other's files. A run that has died has left."""
+    code = "import pathlib, sys, time; from miles_core import rundir\nrundir.lock(pathlib.Path(sys.argv[1]))\nprint(1, flush=True); time.sleep(99)"
+    root = Path(__file__).resolve().parents[2]
+    first = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=root, stdout=subprocess.PIPE)
+    first.stdout.readline()
+    with pytest.raises(ValueError, match=f"--run-dir {tmp_path} is in use by process {first.pid} on .*: wait until that has ended"):
+        start.open_run(str(tmp_path), "auto", 10, 4, "{}")
+    assert not (tmp_path / "config.json").exists()
+    first.kill()
+    first.communicate()
+    assert start.open_run(str(tmp_path), "auto", 10, 4, "{}").incarnation == 1
+
+
+def test_no_two_writers_of_one_file(tmp_path: Path) -> None:
+    write(tmp_path, 1, {4: 0})
+    with pytest.raises(FileExistsError):
+        write(tmp_path, 1, {5: 0})
 
 
 # ---- steps, pruning
