@@ -100,7 +100,8 @@ def test_starts_are_counted_and_the_initial_weights_are_everybodys(tmp_path: Pat
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     """Two writers would ruin each other's files. A run that has died has left."""
-    code = "import pathlib, sys, time; from miles_core import rundir\nrundir.lock(pathlib.Path(sys.argv[1]))\nprint(1, flush=True); time.sleep(99)"
+    code = "import pathlib, sys, time; from miles_core import rundir\n"
+    code += "rundir.lock(pathlib.Path(sys.argv[1])); print(1, flush=True); time.sleep(99)"
     root = Path(__file__).resolve().parents[2]
     first = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=root, stdout=subprocess.PIPE)
     first.stdout.readline()
