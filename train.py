@@ -98,9 +98,9 @@ def train(run: Trainer, rollout: Rollout | Rerun | None) -> None:
 
         run.checkpoints.check()
         run.log(parts, refs, counts, grad_norm, clock)
-        if run.version == config.steps or (config.save_every and run.version % config.save_every == 0):
+        if config.save_every and run.version % config.save_every == 0:
             run.save()
-    run.save()
+    run.save()  # what has no checkpoint yet
 
 
 def score(model: Transformer, batch: Batch, route: Route = live) -> tuple[torch.Tensor, torch.Tensor]:
@@ -287,8 +287,9 @@ class Trainer:
         self.log_evaluation(after)
         if self.logger is None:
             return
+        asked = guard.asked() or "a signal to another rank"
         print(report.ending(self.logger, after, self.config.steps, self.version, self.start.version, time.perf_counter() - self.started,
-                            self.topo.layout.colocated, guard.asked(), str(self.start.run_dir)), flush=True)  # fmt: skip
+                            self.topo.layout.colocated, asked, str(self.start.run_dir)), flush=True)  # fmt: skip
         self.records.close()
         self.logger.close()
 

@@ -277,7 +277,7 @@ def parse_args(argv: list[str], program: str, description: str) -> Config:
     if given.get("replay"):
         recorded = _recorded(given["replay"])
         parser.set_defaults(**{name: value for name, value in recorded.items() if name in given and name not in _OF_ONE_RUN})
-        given = vars(parser.parse(argv)) | {"schedule_steps": recorded["schedule_steps"] or recorded["steps"], "eval_prompts": 0}
+        given = vars(parser.parse(argv)) | {"schedule_steps": recorded.get("schedule_steps") or recorded["steps"], "eval_prompts": 0}
     if isinstance(given["steps"], tuple):
         given["first_step"], given["steps"] = given["steps"]
     return Config(**given)

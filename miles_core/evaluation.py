@@ -22,7 +22,7 @@ IDLE_S = 0.0005
 def evaluate(player: Player, rewards: RewardPool, prompts: Sequence[Prompt], num_samples: int, name: str) -> dict[str, Metric]:
     """`eval/<name>/*`. A sample passes when its reward is at least 1; pass@k is the share of prompts that any of k samples passes.
 
-    Samples without the verdict ok are left out, and counted. Ends early, with what it has, when the run is asked to stop.
+    Samples without the verdict ok are left out, and counted. Ends early, with nothing, when the run is asked to stop.
     """
     numbered = {EVAL_GROUP + p.group: replace(p, group=EVAL_GROUP + p.group) for p in prompts}
     for prompt in numbered.values():
@@ -41,6 +41,8 @@ def evaluate(player: Player, rewards: RewardPool, prompts: Sequence[Prompt], num
                 scores[number].append(reward)
         if not player.engine.num_unfinished:
             time.sleep(IDLE_S)
+    if guard.asked():
+        return {}
     num_all, num_ok = len(prompts) * num_samples, sum(map(len, scores.values()))
     passed = [[r >= 1 for r in rs] for rs in scores.values() if rs]
     metrics: dict[str, Metric] = {

@@ -51,10 +51,10 @@ def stop_on_signals(dead_peers: Callable[[], list[int]], on_ask: Callable[[], No
 
     `dead_peers()`: ranks of this node whose process has ended.
     """
-    parent = os.getppid()
+    parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def ask(number: int, _: object) -> None:
-        if number == signal.SIGTERM and (os.getppid() != parent or dead_peers()):
+        if number == signal.SIGTERM and (parent not in (None, os.getppid()) or dead_peers()):
             os._exit(128 + number)  # the one that died has said why
         if number == signal.SIGINT and signal.SIGINT.name in _asked:
             _interrupt()
@@ -77,11 +77,12 @@ def adopt_orphans() -> None:
 
 def kill_tree(pid: int, but: int = 0) -> None:
     """Kill every descendant of a process, whatever group or session it has gone to, but not the process itself (nor `but`)."""
-    while living := [child for child in _descendants(pid) if child != but]:
+    deadline = time.monotonic() + 5.0
+    while (living := [child for child in _descendants(pid) if child != but]) and time.monotonic() < deadline:
         for child in living:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        time.sleep(0.001)  # what was being forked meanwhile is seen next time
+        time.sleep(0.001)  # what was being forked meanwhile is seen next time; what sits in a driver dies when that lets go of it
 
 
 def _descendants(pid: int) -> list[int]:

@@ -259,7 +259,7 @@ class Ring:
         return bool(self.header[ASKED])
 
     def stop(self, version: int) -> None:
-        """Leader only: tell the rollout ranks that nothing more is wanted, after this version."""
+        """Training ranks: tell the rollout ranks that nothing more is wanted, after this version."""
         self.header[STOPPED_AT] = version
 
     @property
