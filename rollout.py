@@ -202,7 +202,7 @@ class Rollout:
             now = time.monotonic()
             if blocked_since is not None:
                 self.ring.add_blocked(self.index, now - blocked_since)
-                self.ring.expect_trainer(self.config.timeout)
+                self.ring.board.expect_trainer(self.config.timeout)
             blocked_since = None if self.open else now  # nothing in flight and no free slot: the trainer is the bottleneck
             time.sleep(IDLE_S)
 

@@ -205,8 +205,10 @@ class Trainer:
         self.beat("waiting for groups")
         if rollout is not None:
             rollout.refresh()  # also where the groups are ready already: slots are freed when every rank has the new weights
+            check = self.ring.deadline(count, self.config.timeout)
             while not (self.ring.ready(count) or self.ring.asked):
-                if not rollout.tick():
+                check(busy := rollout.tick())
+                if not busy:
                     time.sleep(0.0005)
             self.topo.node_broadcast(None)  # every rank has seen the groups ready before the leader takes them away
         refs = self.ring.take(count, self.config.timeout) if self.topo.is_node_leader else []

@@ -38,7 +38,6 @@ from typing import NamedTuple
 import numpy as np
 
 from miles_core.digest import copy_and_digest, digest
-from miles_core.guard import PeerLost
 from miles_core.schema import Trajectory, group_nbytes, read_group, write_group
 from miles_core.shm import Segment, process_start
 from miles_core.status import BLOCKED_NS, EVALUATIONS, LIVE, MADE_AGAIN, PLAYED, RESAMPLED, RESTORED, ROW, TRAINER, WAITING, StatusBoard
@@ -194,14 +193,6 @@ class Ring:
         """waiting, played and evaluations, of each rollout rank of the node."""
         return self.board.rollout[:, [WAITING, PLAYED, EVALUATIONS]].T.tolist()
 
-    def expect_trainer(self, timeout_s: float) -> None:
-        """For ranks that wait for a free slot: raise PeerLost when the training leader has ended, TimeoutError when it has not given a sign
-        of life for so long."""
-        if self.board.ended(TRAINER):
-            raise PeerLost(f"no slot of the ring will become free: {self.board.describe(TRAINER)}")
-        if (since := self.board.silence_s(TRAINER)) > timeout_s:
-            raise TimeoutError(f"no slot of the ring became free, and nothing was heard for {since:.0f} s: {self.board.describe(TRAINER)}")
-
     # ---- training ranks -----------------------------------------------------------------------------------------------------------
 
     def ready(self, count: int) -> bool:
@@ -213,15 +204,12 @@ class Ring:
 
         Empty when the run is asked to stop before they are there. Raises TimeoutError when no group has become ready for `timeout_s`.
         """
-        num_ready, deadline = -1, 0.0
+        check = self.deadline(count, timeout_s)
         while (picked := self._pick(count)) is None:
             if self.asked:
                 return []
             self.board.beat(TRAINER, "waiting for groups")
-            if (now_ready := self.status().ready) != num_ready:
-                num_ready, deadline = now_ready, time.monotonic() + timeout_s
-            elif time.monotonic() > deadline:
-                raise TimeoutError(f"waited {timeout_s:g} s for {self._describe_wait()}; {num_ready} of {count} groups are ready")
+            check()
             time.sleep(_POLL_S)
         refs = []
         for slot in picked:
@@ -234,6 +222,21 @@ class Ring:
         """Leader only: undo `take`, of groups that will not be trained on now."""
         for ref in refs:
             self._tenant(ref, READING)[WORD] += READY - READING
+
+    def deadline(self, count: int, timeout_s: float) -> Callable[..., None]:
+        """Call it again and again while waiting for `count` groups: `check(busy)` raises TimeoutError, saying whose group is missing, when
+        for so long none has become ready and nobody who waits was `busy` making one."""
+        num_ready, until = -1, 0.0
+
+        def check(busy: bool = False) -> None:
+            nonlocal num_ready, until
+            now_ready = self.status().ready
+            if busy or now_ready != num_ready:
+                num_ready, until = now_ready, time.monotonic() + timeout_s
+            elif time.monotonic() > until:
+                raise TimeoutError(f"waited {timeout_s:g} s for {self._describe_wait()}; {num_ready} of {count} groups are ready")
+
+        return check
 
     def read(self, ref: Ref) -> list[Trajectory]:
         """The group behind a reference, as views of the slot, valid until its release. Raises RuntimeError when its bytes are damaged."""

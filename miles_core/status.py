@@ -73,6 +73,14 @@ class StatusBoard:
         """Global ranks of this node whose process has ended."""
         return sorted({int(self.rows[row, RANK]) for row in range(len(self.rows)) if self.ended(row)})
 
+    def expect_trainer(self, timeout_s: float) -> None:
+        """For ranks that wait for a free slot of the ring: raise PeerLost when the training leader has ended, TimeoutError when it has not
+        given a sign of life for so long."""
+        if self.ended(TRAINER):
+            raise guard.PeerLost(f"no slot of the ring will become free: {self.describe(TRAINER)}")
+        if (since := self.silence_s(TRAINER)) > timeout_s:
+            raise TimeoutError(f"no slot of the ring became free, and nothing was heard for {since:.0f} s: {self.describe(TRAINER)}")
+
     def describe(self, row: int) -> str:
         """One rank, for a message: who, what it did last, and when that was."""
         mine = self._row(row)

@@ -240,14 +240,14 @@ def test_the_deadline_of_take_starts_anew_with_every_group(monkeypatch: pytest.M
 
 def test_a_rank_without_a_slot_can_tell_that_the_trainer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = make(num_rollout_ranks=1)
-    ring.expect_trainer(60.0)
+    ring.board.expect_trainer(60.0)
     ring.board.beat(TRAINER, "training", 7)
     time.sleep(0.02)
     with pytest.raises(TimeoutError, match=rf"rank 1 \(training leader, pid {os.getpid()}\) was training \(step 7\) \d+\.\d s ago"):
-        ring.expect_trainer(0.01)
+        ring.board.expect_trainer(0.01)
     monkeypatch.setattr(status, "process_start", lambda pid: 0)
     with pytest.raises(PeerLost, match=r"no slot of the ring will become free: rank 1 \(training leader, pid \d+, which has ended\)"):
-        ring.expect_trainer(60.0)
+        ring.board.expect_trainer(60.0)
 
 
 def test_status_counts() -> None:

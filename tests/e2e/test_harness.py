@@ -99,6 +99,7 @@ def test_a_harness_plays_the_episodes_of_two_ranks(tmp_path: Path) -> None:
 
 
 def test_a_harness_that_is_killed_loses_its_episodes_and_no_more(tmp_path: Path) -> None:
+    """And they are played again: three of a group of four are too many to leave out."""
     (tmp_path / "mine.py").write_text(AGENT)
     port = free_ports(1)
     flags = ("--task", TASK, "--agent", "http", "--serve-port", port, "--episode-timeout", 4, *SMALL)
@@ -111,9 +112,8 @@ def test_a_harness_that_is_killed_loses_its_episodes_and_no_more(tmp_path: Path)
     ended = run.end()
     assert ended.code == 0 and second.code == 0, f"{ended} {second}"
     lines = steps(tmp_path / "run")
-    assert sum(16 * step["rollout/verdict/timeout"] for step in lines) == 3, "the task judged all others"
-    assert sum(16 * step["rollout/verdict/ok"] for step in lines) == 29 and "29 episodes were played here" in second.out
-    assert ended.err.count("timeout: the episode took longer than 4 s") == 3
+    assert ended.err.count("timeout: the episode took longer than 4 s") == lines[-1]["ring/resampled"] == 3
+    assert sum(16 * step["rollout/verdict/ok"] for step in lines) == 32 and "32 episodes were played here" in second.out
 
 
 def test_clients_of_the_openai_api_are_harnesses(tmp_path: Path) -> None:

@@ -45,8 +45,6 @@ def test_stop_and_go_on(tmp_path: Path, ranks: int, number: signal.Signals, stal
     assert f"resumed at step {done}" in again.out
     assert [step["step"] for step in steps(tmp_path / "run")] == list(range(1, 10))
     assert sorted(g for step in steps(tmp_path / "run") for g in consumed_groups(step, 2)) == list(range(18)), "each group once"
-    if staleness:
-        assert max(step["ring/restored"] for step in steps(tmp_path / "run")) > 0, "what was finished came back from the journal"
 
 
 def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
