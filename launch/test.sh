@@ -6,4 +6,9 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/launch/env.sh"
 cd "$root"
 command -v bwrap >/dev/null || echo "test: found no bwrap: the tests of the sandbox will fail (Debian: apt-get install bubblewrap)" >&2
-exec python -m pytest "$@"
+[ $# -eq 0 ] || exec python -m pytest "$@"
+# All of them: most use one core, so two run at a time. Those that start several ranks, or use every core themselves, go one by one.
+code=0
+python -m pytest -n 2 --dist loadfile tests/core tests/parity tests/e2e || code=$?
+python -m pytest tests/kernels tests/dist tests/chaos tests/test_layering.py || code=$?
+exit $code
