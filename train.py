@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from kernels.dispatch import describe as describe_kernels
-from miles_core import checkpoint, guard, loss, numerics, pacing, pack, parity, report, start
+from miles_core import checkpoint, guard, loss, numerics, pacing, pack, parity, report
 from miles_core.advantage import WHITENED, whiten, whitening_sums
 from miles_core.config import Config, parse_args
 from miles_core.metrics import Logger, Mean, Metric, merge, reduce
@@ -39,7 +39,7 @@ from miles_core.rerun import Recording, Rerun
 from miles_core.ring import BOARD_AT, Ref, Ring
 from miles_core.route_transport import Mailbox, RouteStore
 from miles_core.schema import Batch, Trajectory, trajectory_nbytes
-from miles_core.start import Start
+from miles_core.start import Start, open_run
 from miles_core.status import announce
 from miles_core.topology import Layout, Topology, layout_from_env
 from miles_core.weights import Board, Plan, Publisher, Receiver
@@ -309,7 +309,7 @@ def main() -> None:
             print(describe(config, layout, inputs, recording))
         return
     topo = Topology(layout, device, dtype, config.timeout, config.expert_parallel)
-    start = next(s for s in topo.gather(open_run(config) if topo.is_logger else None) if s is not None)
+    start = next(s for s in topo.gather(begin(config) if topo.is_logger else None) if s is not None)
     if topo.is_logger:
         print(describe(config, layout, inputs, recording))
         ops = describe_kernels(device, dtype, inputs.model_config.head_dim, experts=inputs.model_config.moe is not None)
@@ -352,12 +352,12 @@ def main() -> None:
         topo.close()
 
 
-def open_run(config: Config) -> Start:
+def begin(config: Config) -> Start:
     """The run directory, and what to begin with (one rank)."""
     resume = config.resume
     if config.replay:
         resume = str(Recording(Path(config.replay)).checkpoint_before(config.first_step) or "none")
-    return start.open_run(config.run_dir, resume, config.steps, config.prompts_per_step, config.to_json())
+    return open_run(config.run_dir, resume, config.steps, config.prompts_per_step, config.to_json())
 
 
 def share(config: Config, inputs: Inputs, topo: Topology, start: Start, recording: Recording | None) -> tuple[Ring, Board, Mailbox | None]:

@@ -117,7 +117,8 @@ class Ring:
         num_rows = num_rollout_ranks + num_trainers
         done_at = _offsets(num_slots, num_rows)[1]
         data_at = _page_aligned(done_at + 8 * len(done))
-        segment = Segment.create("ring", data_at + num_slots * slot_bytes)
+        fix = "; lower --max-context, --samples-per-prompt, --max-branches or --prompts-per-step"
+        segment = Segment.create("ring", data_at + num_slots * slot_bytes, fix)
         values = {
             NUM_SLOTS: num_slots, SLOT_BYTES: slot_bytes, DATA_AT: data_at, WINDOW: window, NUM_ROLLOUT_RANKS: num_rollout_ranks,
             NUM_ROWS: num_rows, STRIDE: stride, OFFSET: offset, LIMIT: num_groups, NUM_DONE: len(done), STOPPED_AT: -1,

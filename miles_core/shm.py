@@ -27,11 +27,12 @@ class Segment:
         self.buffer = memoryview(mmap.mmap(fd, self.nbytes))
 
     @classmethod
-    def create(cls, name: str, nbytes: int) -> Segment:
-        """Raises ValueError when the machine has less memory left than `nbytes`."""
+    def create(cls, name: str, nbytes: int, fix: str = "") -> Segment:
+        """Raises ValueError when the machine has less memory left than `nbytes`; `fix`: what the user can do then."""
         free = available_memory()
         if nbytes > free:
-            raise ValueError(f"shared memory for {name} needs {nbytes / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB of memory are free")
+            needs = f"needs {nbytes / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB of memory are free"
+            raise ValueError(f"shared memory for {name} {needs}{fix}")
         fd = os.memfd_create(f"miles-{name}", os.MFD_CLOEXEC)
         os.ftruncate(fd, nbytes)
         return cls(fd, f"/proc/{os.getpid()}/fd/{fd}")

@@ -50,12 +50,14 @@ def open_run(run_dir: str, resume: str, steps: int, prompts_per_step: int, confi
     meta = checkpoint.read_meta(found) if found is not None else {"version": 0, "base": 0, "beyond": []}
     if found is not None:
         _check(path, found, meta, steps, prompts_per_step, again)
-    rundir.open_run(path, config_json)  # only now: a config that is refused must not replace the recorded one
-    ours = found is not None and found.resolve().parent == (path / "checkpoints").resolve()
-    version = meta["version"]
-    incarnation, lineage = _begin(path, version, meta.get("incarnation", 0) if ours else None if found is None and resume == "auto" else 0)
+    # In this order: whenever a kill comes, the next start finds what this one would have, or does what was asked for anew.
+    version, parent = meta["version"], None if found is None and resume == "auto" else 0
+    if found is not None and found.resolve().parent == (path / "checkpoints").resolve():
+        parent = meta.get("incarnation", 0)
     for erased in checkpoint.later_than(path / "checkpoints", version):
-        print(f"{checkpoint.set_aside(erased, f'erased_{incarnation}')}: set aside, the run goes on from step {version}", flush=True)
+        print(f"{checkpoint.set_aside(erased, 'erased')}: set aside, the run goes on from step {version}", flush=True)
+    incarnation, lineage = _begin(path, version, parent)
+    rundir.open_run(path, config_json)
     return Start(path, incarnation, lineage, found, version, checkpoint.consumed(meta))
 
 

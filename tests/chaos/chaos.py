@@ -55,7 +55,7 @@ POINTS = (
     ("train", "miles_core.checkpoint:_point_latest_at", 4),
     ("train", "miles_core.records:Records.log", 8),
     ("train", "miles_core.records:Records.checkpointed", 5),
-    ("train", "miles_core.start:open_run", 14),
+    ("train", "miles_core.start:open_run", 17),
     ("train", "miles_core.start:_begin", 7),
     ("train", "miles_core.rundir:open_run", 14),
     ("train", "miles_core.rundir:write_durably", 10),

@@ -309,3 +309,8 @@ def test_slots_take_no_memory_before_they_are_written() -> None:
     assert isinstance(claim, Claim)
     ring.put(claim, group_of(0))
     assert os.fstat(ring.segment.fd).st_blocks * 512 <= header + 4096
+
+
+def test_a_ring_that_does_not_fit_names_the_flags() -> None:
+    with pytest.raises(ValueError, match=r"of memory are free; lower --max-context, --samples-per-prompt, --max-branches or --prompts-per-step$"):
+        make(1 << 20, slot_bytes=1 << 30)

@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted: Path, 
 def test_an_older_checkpoint_can_be_asked_for_and_what_came_after_is_set_aside(uninterrupted: Path, tmp_path: Path) -> None:
     shutil.copytree(uninterrupted / "run", tmp_path / "run", symlinks=True)
     ended = succeed(tmp_path, *FLAGS, *SYNC, "--resume", CHECKPOINTS / "step_000004")
-    assert f"{CHECKPOINTS}/erased_2_step_000008: set aside, the run goes on from step 4" in ended.out
+    assert f"{CHECKPOINTS}/erased_step_000008: set aside, the run goes on from step 4" in ended.out
     assert figures(tmp_path) == figures(uninterrupted) and weights(tmp_path) == weights(uninterrupted)
     assert [json.loads(line) for line in (tmp_path / "run/incarnations.jsonl").read_text().splitlines()] == [
         {"incarnation": 1, "version": 0, "parent": 0},
@@ -110,7 +110,7 @@ def test_from_the_beginning(uninterrupted: Path, tmp_path: Path) -> None:
     assert [step["step"] for step in steps(tmp_path / "run")] == [1, 2, 3, 4]
     assert steps(tmp_path / "run")[-1]["ring/restored"] == 0
     names = sorted(path.name for path in (tmp_path / CHECKPOINTS).iterdir())
-    assert names == ["erased_2_step_000004", "erased_2_step_000008", "latest", "step_000004"]
+    assert names == ["erased_step_000004", "erased_step_000008", "latest", "step_000004"]
 
 
 @pytest.mark.parametrize(
