@@ -309,7 +309,7 @@ def main() -> None:
             print(describe(config, layout, inputs, recording))
         return
     topo = Topology(layout, device, dtype, config.timeout, config.expert_parallel)
-    start = next(s for s in topo.gather(begin(config) if topo.is_logger else None) if s is not None)
+    start = next(s for s in topo.gather(begin(config, len(layout.ranks(train=True))) if topo.is_logger else None) if s is not None)
     if topo.is_logger:
         print(describe(config, layout, inputs, recording))
         ops = describe_kernels(device, dtype, inputs.model_config.head_dim, experts=inputs.model_config.moe is not None)
@@ -352,12 +352,14 @@ def main() -> None:
         topo.close()
 
 
-def begin(config: Config) -> Start:
+def begin(config: Config, num_trainers: int) -> Start:
     """The run directory, and what to begin with (one rank)."""
     resume = config.resume
     if config.replay:
-        resume = str(Recording(Path(config.replay)).checkpoint_before(config.first_step) or "none")
-    return open_run(config.run_dir, resume, config.steps, config.prompts_per_step, config.to_json())
+        recording = Recording(Path(config.replay))
+        recording.compare(num_trainers)
+        resume = str(recording.checkpoint_before(config.first_step) or "none")
+    return open_run(config.run_dir, resume, config.steps, config.prompts_per_step, num_trainers, config.to_json())
 
 
 def share(config: Config, inputs: Inputs, topo: Topology, start: Start, recording: Recording | None) -> tuple[Ring, Board, Mailbox | None]:
@@ -369,14 +371,11 @@ def share(config: Config, inputs: Inputs, topo: Topology, start: Start, recordin
     if topo.is_node_leader:
         shape = ring_shape(config, layout, inputs, recording)
         node_rollout_ranks = layout.ranks(train=False, node=topo.node)
+        done = [number // layout.num_nodes for number in start.consumed if number % layout.num_nodes == topo.node]
         node_ring = Ring.create(
-            **shape,
-            num_rollout_ranks=len(node_rollout_ranks),
-            num_trainers=len(topo.node_trainers),
-            done=[number // layout.num_nodes for number in start.consumed if number % layout.num_nodes == topo.node],
-            stride=layout.num_nodes,
-            offset=topo.node,
-        )
+            **shape, num_rollout_ranks=len(node_rollout_ranks), num_trainers=len(topo.node_trainers), done=done,
+            stride=layout.num_nodes, offset=topo.node,
+        )  # fmt: skip
         announce(start.run_dir, topo.node, node_ring.board, node_ring.segment, BOARD_AT)
         readers = [] if recording is not None else node_rollout_ranks
         board = Board.create(Plan.of(hf.build(inputs.model_config, "meta"), topo.dtype), readers, config.weight_transport)

@@ -34,6 +34,7 @@ class Recording:
         if not lines or not self.steps:
             raise ValueError(f"--replay {run_dir} has recorded no steps: give the directory of a run, runs/<date-time>")
         ends = dict(lineage(lines, max(line["incarnation"] for line in lines)))
+        self.num_trainers = {line["trainers"] for line in lines}
         self.entries: dict[int, Entry] = {}
         for contents in journal.read(run_dir / "journal")[0]:
             if contents.header["fields"] != FIELDS_HERE:
@@ -42,6 +43,12 @@ class Recording:
                 end = ends.get(entry.incarnation, -1)
                 if end is None or entry.newest <= end:
                     self.entries[entry.group] = entry
+
+    def compare(self, num_trainers: int) -> None:
+        """Say so if a replay on so many training ranks cannot be the recorded run to the bit."""
+        if self.num_trainers != {num_trainers}:
+            recorded = " and ".join(map(str, sorted(self.num_trainers)))
+            print(f"replay: recorded on {recorded} training ranks, replayed on {num_trainers}: sums are rounded otherwise, not bit for bit")
 
     def check(self, first: int, last: int) -> None:
         """ValueError when a step, a group or the checkpoint to begin with is not there, and which steps are."""

@@ -4,7 +4,8 @@ Every start of a run is an *incarnation*, counted from 1. A crash at version T +
 versions T + 1 to T + 3: the new timeline has versions of the same numbers, and what was sampled from the old ones must not be taken for
 theirs. So what carries a version carries the incarnation too, and `Start.still_valid` says whether both lie on the timeline that goes on.
 
-incarnations.jsonl has one line a start: {"incarnation", "version", "parent"}: it went on from `version`, which incarnation `parent` saved.
+incarnations.jsonl has one line a start, {"incarnation", "version", "parent", "trainers"}: it went on from `version`, which incarnation
+`parent` saved, with so many training ranks.
 Checkpoints of erased versions are set aside, never deleted, never gone on from.
 """
 
@@ -37,7 +38,7 @@ class Start:
         return incarnation in ends and (ends[incarnation] is None or version <= ends[incarnation])
 
 
-def open_run(run_dir: str, resume: str, steps: int, prompts_per_step: int, config_json: str) -> Start:
+def open_run(run_dir: str, resume: str, steps: int, prompts_per_step: int, num_trainers: int, config_json: str) -> Start:
     """Create the run directory, or find where to go on in one that exists (one rank).
 
     `resume`: "auto" = the newest whole checkpoint, "none" = from the beginning, or a checkpoint. ValueError when that cannot be done.
@@ -56,7 +57,7 @@ def open_run(run_dir: str, resume: str, steps: int, prompts_per_step: int, confi
         parent = meta.get("incarnation", 0)
     for erased in checkpoint.later_than(path / "checkpoints", version):
         print(f"{checkpoint.set_aside(erased, 'erased')}: set aside, the run goes on from step {version}", flush=True)
-    incarnation, lineage = _begin(path, version, parent)
+    incarnation, lineage = _begin(path, version, parent, num_trainers)
     rundir.open_run(path, config_json)
     return Start(path, incarnation, lineage, found, version, checkpoint.consumed(meta))
 
@@ -95,7 +96,7 @@ def _check(run_dir: Path, path: Path, meta: dict, steps: int, prompts_per_step: 
         raise ValueError(f"--prompts-per-step {prompts_per_step} cannot resume a run of {was}: a step is another one then")
 
 
-def _begin(run_dir: Path, version: int, parent: int | None) -> tuple[int, tuple[tuple[int, int | None], ...]]:
+def _begin(run_dir: Path, version: int, parent: int | None, num_trainers: int) -> tuple[int, tuple[tuple[int, int | None], ...]]:
     """Write down a new incarnation that goes on from `version` of `parent`; returns it and its lineage.
 
     `parent` 0: of none. None: of whichever was the last, which began with the same weights if it began at version 0.
@@ -103,7 +104,7 @@ def _begin(run_dir: Path, version: int, parent: int | None) -> tuple[int, tuple[
     file, lines = run_dir / "incarnations.jsonl", incarnations(run_dir)
     last = max((line["incarnation"] for line in lines), default=0)
     incarnation = last + 1
-    lines.append({"incarnation": incarnation, "version": version, "parent": last if parent is None else parent})
+    lines.append({"incarnation": incarnation, "version": version, "parent": last if parent is None else parent, "trainers": num_trainers})
     rundir.write_durably(file, "".join(json.dumps(line) + "\n" for line in lines))
     return incarnation, lineage(lines, incarnation)
 

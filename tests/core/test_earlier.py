@@ -77,19 +77,19 @@ def test_the_staleness_bound_counts_when_a_group_is_trained_on_at_the_latest(tmp
 
 def test_lineage_of_crashes() -> None:
     """1 crashed at 7 after a checkpoint at 4; 2 went on from there and crashed at 9, after one at 8; 3 goes on from 8."""
-    lines = [{"incarnation": i, "version": version, "parent": i - 1} for i, version in ((1, 0), (2, 4), (3, 8))]
+    lines = [{"incarnation": i, "version": version, "parent": i - 1, "trainers": 1} for i, version in ((1, 0), (2, 4), (3, 8))]
     made = Start(Path(), 3, lineage(lines, 3))
     valid = {(i, v) for i in range(5) for v in range(12) if made.still_valid(i, v)}
     assert valid == {(1, v) for v in range(5)} | {(2, v) for v in range(9)} | {(3, v) for v in range(12)}
     # 2 never saved anything, so 3 goes on from 1's checkpoint again: nothing of 2 counts
-    lines[2] = {"incarnation": 3, "version": 4, "parent": 1}
+    lines[2] = {"incarnation": 3, "version": 4, "parent": 1, "trainers": 1}
     made = Start(Path(), 3, lineage(lines, 3))
     assert made.still_valid(1, 4) and not made.still_valid(1, 5) and not made.still_valid(2, 4)
 
 
 def test_starts_are_counted_and_the_initial_weights_are_everybodys(tmp_path: Path) -> None:
     def opened(resume: str = "auto") -> Start:
-        return start.open_run(str(tmp_path / "run"), resume, 10, 4, json.dumps({"steps": 10}))
+        return start.open_run(str(tmp_path / "run"), resume, 10, 4, 1, json.dumps({"steps": 10}))
 
     first, second, third, fourth = opened(), opened(), opened("none"), opened()
     assert [s.incarnation for s in (first, second, third, fourth)] == [1, 2, 3, 4]
@@ -106,11 +106,11 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     first = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=root, stdout=subprocess.PIPE)
     first.stdout.readline()
     with pytest.raises(ValueError, match=f"--run-dir {tmp_path} is in use by process {first.pid} on .*: wait until that has ended"):
-        start.open_run(str(tmp_path), "auto", 10, 4, "{}")
+        start.open_run(str(tmp_path), "auto", 10, 4, 1, "{}")
     assert not (tmp_path / "config.json").exists()
     first.kill()
     first.communicate()
-    assert start.open_run(str(tmp_path), "auto", 10, 4, "{}").incarnation == 1
+    assert start.open_run(str(tmp_path), "auto", 10, 4, 1, "{}").incarnation == 1
 
 
 def test_no_two_writers_of_one_file(tmp_path: Path) -> None:
@@ -158,14 +158,14 @@ def recorded(tmp_path: Path, steps: dict[int, list[int]], *files: tuple[int, dic
         write(tmp_path / "journal", incarnation, groups, reward=incarnation)
     text = [json.dumps({"step": step, "groups": groups}) for step, groups in steps.items()]
     (tmp_path / "steps.jsonl").write_text("".join(f"{line}\n" for line in text))
-    lines = lines or [{"incarnation": 1, "version": 0, "parent": 0}]
+    lines = lines or [{"incarnation": 1, "version": 0, "parent": 0, "trainers": 1}]
     (tmp_path / "incarnations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
 
 
 def test_a_recording_takes_what_was_trained_on(tmp_path: Path) -> None:
     """Group 2 was made at version 3 by incarnation 1, erased, and made again by 2; group 1 was restored."""
-    lines = [{"incarnation": 1, "version": 0, "parent": 0}, {"incarnation": 2, "version": 1, "parent": 1}]
+    lines = [{"incarnation": 1, "version": 0, "parent": 0, "trainers": 1}, {"incarnation": 2, "version": 1, "parent": 1, "trainers": 1}]
     found = Recording(recorded(tmp_path, {1: [0], 2: [1], 3: [2]}, (1, {0: 0, 1: 1, 2: 3}), (2, {2: 1}), lines=lines))
     assert {g: load(e)[0][0].reward for g, e in found.entries.items()} == {0: 1, 1: 1, 2: 2}
     found.check(1, 3)

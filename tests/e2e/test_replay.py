@@ -41,6 +41,16 @@ def test_the_whole_run_again(recorded: Path, tmp_path: Path) -> None:
     assert (tmp_path / "again/steps.jsonl").read_text() == (recorded / "steps.jsonl").read_text()
 
 
+def test_on_another_number_of_training_ranks(recorded: Path, tmp_path: Path) -> None:
+    """The same groups in the same steps; figures agree but for rounding, and it says so."""
+    ended = succeed(tmp_path, "--replay", recorded, "--steps", 3, "--run-dir", "again", "--lr-schedule", "constant", ranks=2)
+    assert "replay: recorded on 1 training ranks, replayed on 2: sums are rounded otherwise, not bit for bit" in ended.out
+    assert (tmp_path / "again/steps.jsonl").read_text() == "".join((recorded / "steps.jsonl").read_text().splitlines(keepends=True)[:3])
+    for a, b in zip(steps(tmp_path / "again"), steps(recorded), strict=False):
+        assert a["rollout/reward_mean"] == b["rollout/reward_mean"] and a["train/tokens"] == b["train/tokens"]
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-3, abs=1e-5)
+
+
 def test_a_part_of_it(recorded: Path, tmp_path: Path) -> None:
     """From a checkpoint on, with the learning rates of the whole run."""
     succeed(tmp_path, "--replay", recorded, "--steps", "4:6", "--run-dir", "again")

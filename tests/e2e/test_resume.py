@@ -97,8 +97,8 @@ def test_an_older_checkpoint_can_be_asked_for_and_what_came_after_is_set_aside(u
     assert f"{CHECKPOINTS}/erased_step_000008: set aside, the run goes on from step 4" in ended.out
     assert figures(tmp_path) == figures(uninterrupted) and weights(tmp_path) == weights(uninterrupted)
     assert [json.loads(line) for line in (tmp_path / "run/incarnations.jsonl").read_text().splitlines()] == [
-        {"incarnation": 1, "version": 0, "parent": 0},
-        {"incarnation": 2, "version": 4, "parent": 1},
+        {"incarnation": 1, "version": 0, "parent": 0, "trainers": 1},
+        {"incarnation": 2, "version": 4, "parent": 1, "trainers": 1},
     ]
     said = sentence(Job(tmp_path, *FLAGS, "--resume", "run/checkpoints/step_000005").end())
     assert said.startswith("--resume run/checkpoints/step_000005 is no checkpoint: give auto, none, or a directory")
