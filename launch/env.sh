@@ -24,8 +24,6 @@ if [ -z "${TORCHRUN_ARGS-}" ]; then
   # gloo binds to the address of the host's name, which a laptop or a VPN often gets wrong.
   export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME-lo}"
 fi
-# A restart (--max-restarts) gets a new store: in a shared one the ranks find the addresses of the dead ones, and hang.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE-1}"
 
 # The interpreter of the active environment, or of the .venv that install.sh made.
 _bin="${VIRTUAL_ENV:-${CONDA_PREFIX:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv}}/bin"

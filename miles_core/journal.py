@@ -102,16 +102,16 @@ class Journal:
 
     def _write(self, pieces: list[memoryview]) -> None:
         """All of it or none: a file that the disk would not take whole is cut back."""
-        size = self.size
+        left = sum(map(len, pieces))
+        end = self.size + left
         try:
-            for piece in pieces:
-                while len(piece):
-                    piece = piece[os.write(self.fd, piece) :]
+            while left := left - os.writev(self.fd, pieces):  # a disk that is filling up takes a part first, and refuses the rest then
+                pieces = [memoryview(b"".join(pieces))[-left:]]
         except OSError as error:
-            os.ftruncate(self.fd, size)
-            os.lseek(self.fd, size, os.SEEK_SET)
+            os.ftruncate(self.fd, self.size)
+            os.lseek(self.fd, self.size, os.SEEK_SET)
             raise OSError(error.errno, f"{os.strerror(error.errno)} while writing the journal in {self.directory}") from error
-        self.size = os.lseek(self.fd, 0, os.SEEK_CUR)
+        self.size = end
 
     def _sync_now_and_then(self) -> None:
         while True:

@@ -103,7 +103,10 @@ class Topology:
         self.trains, self.rolls_out = layout.trains(self.rank), layout.rolls_out(self.rank)
         timeout = timedelta(seconds=timeout_s)
         if "MASTER_ADDR" in os.environ:
-            dist.init_process_group("gloo", timeout=timeout)
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            # A restart by torchrun may get the store of the life before, where the ranks would find the addresses of dead ones, and hang.
+            store = dist.PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:  # plain `python train.py`: a world of one needs no rendezvous
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         train_ranks = layout.ranks(train=True)

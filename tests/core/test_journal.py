@@ -188,6 +188,15 @@ def test_a_full_disk_leaves_whole_groups(tmp_path: Path) -> None:
     assert [e.group for e in scan(journal.files(tmp_path)[0]).entries] == [0, 1]
 
 
+def test_a_write_that_is_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal.os, "writev", lambda fd, pieces: os.write(fd, b"".join(pieces)[:37]))
+    path = written(tmp_path / "journal", range(3))
+    contents = scan(path)
+    assert [e.group for e in contents.entries] == [0, 1, 2] and (contents.torn, contents.num_damaged) == (0, 0)
+    for entry in contents.entries:
+        assert_same(entry)
+
+
 def test_a_slow_fsync_does_not_hold_up_the_writer_and_a_failed_one_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced, fail = [], False
     writer = Journal(tmp_path, 1, 0, RECIPE)

@@ -55,7 +55,7 @@ class Job:
         elif ranks:
             torchrun = ("--standalone", "--local-addr", "localhost", "--max-restarts", env.get("MAX_RESTARTS", "0"))
             command[1:1] = [str(ROOT / "launch/torchrun.py"), *torchrun, "--nproc-per-node", str(ranks)]
-            env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"} | env  # as in launch/env.sh
+            env = {"GLOO_SOCKET_IFNAME": "lo"} | env  # as in launch/env.sh
         self.mark = f"{_MARK}={uuid.uuid4().hex}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
         ours = {"MAX_RESTARTS": "0", "NPROC": str(ranks), "VIRTUAL_ENV": sys.prefix, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
