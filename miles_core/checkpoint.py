@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from miles_core.digest import file_digest
+from miles_core.rundir import fsync
 
 FORMAT = 1
 
@@ -144,10 +145,10 @@ class Checkpointer:
         manifest = {str(path.relative_to(temporary)): [path.stat().st_size, file_digest(path)] for path in _files(temporary)}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         for path in (*_files(temporary), temporary / "train_state", temporary):
-            _fsync(path)
+            fsync(path)
         temporary.rename(final)
         _point_latest_at(final)
-        _fsync(self.directory)
+        fsync(self.directory)
         for old in _whole(self.directory)[: -self.keep]:
             _remove(old.rename(self.directory / f".tmp_old_{old.name}"))
 
@@ -293,14 +294,6 @@ def _step(path: Path) -> int:
 
 def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _remove(path: Path) -> None:

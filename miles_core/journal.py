@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from miles_core import guard
+from miles_core import guard, rundir
 from miles_core.assets import TINY
 from miles_core.journal_file import Contents, Damaged, encode_header, encode_record, load, scan
 from miles_core.model import hf
@@ -98,7 +98,7 @@ class Journal:
         self.num_files += 1
         self._write([memoryview(self.header)])
         if self.fsync != "off":
-            _fsync_directory(self.directory)
+            rundir.fsync(self.directory)
 
     def _write(self, pieces: list[memoryview]) -> None:
         """All of it or none: a file that the disk would not take whole is cut back."""
@@ -152,14 +152,6 @@ def read(directory: Path) -> tuple[list[Contents], list[str]]:
         except FileNotFoundError:
             pass  # pruned while we looked
     return found, unreadable
-
-
-def _fsync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # ---- python -m miles_core.journal

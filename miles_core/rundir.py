@@ -104,3 +104,13 @@ def write_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Force a file, or the names in a directory, to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
