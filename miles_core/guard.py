@@ -147,7 +147,8 @@ def run(main: Callable[[], None]) -> NoReturn:
             code = 1
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            print(f"error: {error}: make room on the disk of --run-dir, then resume the run from its last checkpoint", file=sys.stderr)
+            with contextlib.suppress(OSError):  # the log may lie on the same disk
+                print(f"error: {error}: make room on the disk of --run-dir, then resume the run from its last checkpoint", file=sys.stderr)
             os._exit(_users_mistake())
         if isinstance(error, PeerLost) or any(text in str(error) for text in _PEER_LOST):
             time.sleep(_GRACE_S)
@@ -163,7 +164,8 @@ def run(main: Callable[[], None]) -> NoReturn:
 
 def _users_mistake() -> int:
     """Exit code 2, and a word to the launcher: the same would happen again after a restart."""
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
     if os.environ.get(LAUNCHER) == str(os.getppid()):
         os.kill(os.getppid(), signal.SIGUSR1)
     return 2
