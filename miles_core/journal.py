@@ -20,6 +20,7 @@ import base64
 import json
 import os
 import re
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -249,4 +250,5 @@ def repair(found: list[Contents]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # into `head`, say
     guard.run(main)
