@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from miles_core import rundir
+
 Number = float | int | torch.Tensor
 
 
@@ -98,7 +100,7 @@ class Logger:
 
         self.path = run_dir / "metrics.jsonl"
         kept = [line for line in self._lines() if line["step"] <= resume_step]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        rundir.write_durably(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self.file = self.path.open("a", buffering=1)
         self.tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from miles_core import checkpoint, journal
+from miles_core import checkpoint, journal, rundir
 from miles_core.journal_file import Damaged, scan
 
 
@@ -24,13 +24,12 @@ class Records:
     def __init__(self, run_dir: Path, incarnation: int, resume_step: int = 0, keep: int = 0):
         self.run_dir, self.incarnation, self.keep = run_dir, incarnation, keep
         self.groups: dict[Path, frozenset[int]] = {}  # of closed files of the journal, which do not change
-        kept = [line for line in read_steps(run_dir).items() if line[0] <= resume_step]
-        self.file = (run_dir / "steps.jsonl").open("w", buffering=1)
-        for step, numbers in kept:
-            self.log(step, numbers)
+        path = run_dir / "steps.jsonl"
+        rundir.write_durably(path, "".join(_line(*line) for line in read_steps(run_dir).items() if line[0] <= resume_step))
+        self.file = path.open("a", buffering=1)
 
     def log(self, step: int, groups: Iterable[int]) -> None:
-        self.file.write(json.dumps({"step": step, "groups": sorted(groups)}) + "\n")
+        self.file.write(_line(step, groups))
 
     def checkpointed(self) -> None:
         """Force steps.jsonl to disk, and remove what the journal holds beyond the oldest of the last `keep` checkpoints."""
@@ -59,6 +58,10 @@ class Records:
 
     def close(self) -> None:
         self.file.close()
+
+
+def _line(step: int, groups: Iterable[int]) -> str:
+    return json.dumps({"step": step, "groups": sorted(groups)}) + "\n"
 
 
 def read_steps(run_dir: Path) -> dict[int, list[int]]:

@@ -19,6 +19,7 @@ from miles_core import journal, start
 from miles_core.earlier import Earlier
 from miles_core.journal import Journal
 from miles_core.journal_file import load
+from miles_core.metrics import Logger
 from miles_core.records import Records, read_steps
 from miles_core.rerun import Recording
 from miles_core.start import Start, lineage
@@ -132,6 +133,21 @@ def test_steps_that_are_erased_leave_the_record(tmp_path: Path) -> None:
     assert read_steps(tmp_path) == {step: [2 * step - 1, 2 * step] for step in range(1, 6)}
     Records(tmp_path, 2, resume_step=3).log(4, [99])
     assert read_steps(tmp_path) == {1: [1, 2], 2: [3, 4], 3: [5, 6], 4: [99]}
+
+
+def test_a_kill_while_the_records_are_opened_loses_none(tmp_path: Path) -> None:
+    """They are replaced, never cut: whoever has the old file open still reads all of it."""
+    records, logger = Records(tmp_path, 1), Logger(tmp_path)
+    for step in range(1, 4):
+        records.log(step, {step})
+        logger.log(step, {"x": 1.0})
+    records.close()
+    logger.close()
+    with (tmp_path / "steps.jsonl").open() as steps, (tmp_path / "metrics.jsonl").open() as metrics:
+        Records(tmp_path, 2, resume_step=1).close()
+        Logger(tmp_path, resume_step=1).close()
+        assert [len(file.readlines()) for file in (steps, metrics)] == [3, 3]
+    assert [len((tmp_path / name).read_text().splitlines()) for name in ("steps.jsonl", "metrics.jsonl")] == [1, 1]
 
 
 def test_only_files_that_nobody_needs_are_removed(tmp_path: Path) -> None:
