@@ -186,7 +186,7 @@ def test_grading(tmp_path: Path) -> None:
     )
     (tmp_path / "data").write_text("42\n")
     with Sandbox() as sandbox:
-        sandbox.run("cd /tmp; sleep 1234 & (sleep 4321 &)")
+        sandbox.run("cd /tmp; sleep 1234 & (sleep 4321 &) ; until [ $(pgrep -cx sleep) = 2 ]; do :; done")
         grade = sandbox.grade(tmp_path)
         assert (grade.result.exit_code, grade.reward_text) == (4, "0.5\n")
         assert sorted(grade.result.output.splitlines()) == sorted(["/work", "42", "sleep 1234", "sleep 4321"])

@@ -2,4 +2,4 @@
 set -euo pipefail
 nohup ./server.sh state > server.log 2>&1 < /dev/null &
 echo $! > server.pid
-sleep 0.5
+until [ -s state/heartbeat ]; do sleep 0.05; done

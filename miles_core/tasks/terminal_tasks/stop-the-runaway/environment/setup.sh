@@ -11,4 +11,4 @@ while :; do echo line >> "$1/log"; sleep 0.05; done
 END
 chmod +x worker; touch beta/noisy
 for d in alpha beta; do setsid ./worker $d > /dev/null 2>&1 < /dev/null & done
-sleep 0.3
+until [ -s alpha/log ] && [ -s beta/log ] && [ "$(wc -l < beta/log)" -gt 3 ]; do sleep 0.02; done

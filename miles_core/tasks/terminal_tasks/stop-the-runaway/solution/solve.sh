@@ -1,5 +1,5 @@
 #!/bin/bash
 set -euo pipefail
 pkill -KILL -f 'worker beta'
-sleep 0.2
+while pgrep -f 'worker beta' > /dev/null; do sleep 0.02; done
 wc -l < beta/log > lines.txt

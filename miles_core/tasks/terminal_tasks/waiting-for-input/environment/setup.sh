@@ -8,4 +8,4 @@ printf '%s %s\n' "$(printf '%s' "$line" | sha256sum | cut -c 1-12)" "$$" > recei
 END
 chmod +x feeder
 setsid ./feeder > /dev/null 2>&1 < /dev/null &
-sleep 0.1
+until pgrep -x feeder > /dev/null; do sleep 0.02; done

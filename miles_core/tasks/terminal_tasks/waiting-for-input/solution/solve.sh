@@ -1,4 +1,4 @@
 #!/bin/bash
 set -euo pipefail
 timeout 5 bash -c 'echo "go now" > pipe'
-sleep 0.2
+while pgrep -x feeder > /dev/null; do sleep 0.02; done
