@@ -215,8 +215,8 @@ def test_a_slow_fsync_does_not_hold_up_the_writer_and_a_failed_one_is_said(tmp_p
         writer.rotate()
     assert not synced  # all of it was written while the first fsync waits
     fail = True
-    go.set()
     writer.append(*group_of(20))
+    go.set()
     with pytest.raises(OSError, match="while fsyncing the journal in"):
         writer.close()
     assert len(synced) == 21, "closing waits until everything is on disk"
