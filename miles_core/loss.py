@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from miles_core.metrics import Max, Mean, Metric, Sum
+from miles_core.metrics import Max, Mean, Metric, Quantile, Sum
 from miles_core.schema import Batch
 
 
@@ -249,7 +249,7 @@ def parity_diff(logp_train_M: torch.Tensor, batch: Batch, version: int, on_updat
 
     train/logp_diff_{max,p99,mean,frac} cover the tokens that were sampled from exactly these weights: both sides are then the same
     function of the same input, and all four must be 0.0. train/logp_diff_tokens says how many were compared; with none the four are
-    absent. p99 is the largest of any micro-batch. Older tokens differ because the policy moved: train/logp_diff_mean_stale<k>.
+    absent. Older tokens differ because the policy moved: train/logp_diff_mean_stale<k>.
 
     With `on_update` "keep" the KV cache of a sequence that saw new weights is a mixture, so only tokens of sequences sampled
     entirely at `version` are compared; with "recompute" the cache always is what the current weights give.
@@ -260,7 +260,7 @@ def parity_diff(logp_train_M: torch.Tensor, batch: Batch, version: int, on_updat
     metrics: dict[str, Metric] = {"train/logp_diff_tokens": Sum(len(live_K))}
     if len(live_K):
         metrics["train/logp_diff_max"] = Max(live_K.max())
-        metrics["train/logp_diff_p99"] = Max(torch.quantile(live_K, 0.99))
+        metrics["train/logp_diff_p99"] = Quantile.of(live_K, 0.99)
         metrics["train/logp_diff_mean"] = Mean(live_K.sum(), len(live_K))
         metrics["train/logp_diff_frac"] = Mean((live_K > 0).sum(), len(live_K))
     for k in stale_M[kept_M].unique().tolist():

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -64,7 +66,35 @@ class Mean:
         return float(self.total) / float(self.count) if float(self.count) else math.nan
 
 
-Metric = Sum | Max | Mean
+@dataclass(frozen=True)
+class Quantile:
+    """The value that a share `q` of all values does not exceed, over micro-batches and ranks; rounded down by less than 1/8.
+
+    `counts`: of float32 values >= 0, by the upper 11 bits below the sign: exponent and three bits of mantissa. So how a batch is cut
+    does not matter, and 0.0 stays exact. nan ranks above everything.
+    """
+
+    counts: Counter[int]
+    q: float
+
+    @classmethod
+    def of(cls, values_K: torch.Tensor, q: float) -> Quantile:
+        bins, counts = (values_K.float().view(torch.int32) >> 20 & 0x7FF).unique(return_counts=True)
+        return cls(Counter(dict(zip(bins.tolist(), counts.tolist(), strict=True))), q)
+
+    def __add__(self, other: Quantile) -> Quantile:
+        return Quantile(self.counts + other.counts, self.q)
+
+    def value(self) -> float:
+        below, wanted = 0, self.q * self.counts.total()
+        for bin in sorted(self.counts):
+            below += self.counts[bin]
+            if below >= wanted:
+                return float(np.array(bin << 20, np.int32).view(np.float32))
+        return math.nan
+
+
+Metric = Sum | Max | Mean | Quantile
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -78,7 +108,7 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 def _plain(metric: Metric) -> Metric:
     """The same metric with Python floats, so that it can travel between ranks."""
-    return type(metric)(*(float(x) for x in vars(metric).values()))
+    return metric if isinstance(metric, Quantile) else type(metric)(*(float(x) for x in vars(metric).values()))
 
 
 def reduce(metrics: Mapping[str, Metric], group: dist.ProcessGroup) -> dict[str, float]:

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from miles_core.metrics import Logger, Max, Mean, Sum, merge
+from miles_core.metrics import Logger, Max, Mean, Quantile, Sum, merge
 
 
 def test_merge_adds_totals_before_it_divides():
@@ -20,6 +20,20 @@ def test_merge_adds_totals_before_it_divides():
 
 def test_mean_of_nothing_is_nan_not_zero():
     assert math.isnan(Mean(0.0, 0).value())
+
+
+def test_a_quantile_does_not_depend_on_how_a_batch_is_cut():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(10_000, generator=generator) * 10.0 ** torch.randint(-8, 3, (10_000,), generator=generator)
+    exact = float(values.sort().values[9_899])
+    for cuts in ([], [1], [5_000], [1, 17, 9_999]):
+        parts = [{"x": Quantile.of(part, 0.99)} for part in values.tensor_split(cuts)]
+        assert exact * 7 / 8 < merge(parts)["x"].value() <= exact
+    assert merge([{"x": Quantile.of(values, 0.99)}, {"x": Quantile.of(values * 0, 0.99)}])["x"].value() > 0
+    assert Quantile.of(torch.zeros(5), 0.99).value() == 0.0
+    one_in_fifty = torch.zeros(50).index_fill(0, torch.tensor([3]), 2.0)
+    assert (Quantile.of(one_in_fifty, 0.99).value(), Quantile.of(one_in_fifty, 0.98).value()) == (2.0, 0.0)
+    assert math.isnan(Quantile.of(torch.tensor([0.0, math.nan]), 0.99).value())
 
 
 def test_log_file_is_json_and_a_resumed_run_cuts_the_erased_steps(tmp_path):
