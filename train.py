@@ -270,7 +270,7 @@ class Trainer:
         meta = {"version": self.version, "incarnation": self.start.incarnation, "prompts_per_step": self.config.prompts_per_step}
 
         def write_model(path: Path, tensors: checkpoint.Tensors) -> None:
-            hf.save(path, self.inputs.model_config, tensors, self.inputs.model_dir)
+            hf.save(path, self.inputs.model_config, tensors, self.inputs.model_dir, self.inputs.stop_token_ids)
 
         tensors = parallel.full_tensors(self.model, master=True)
         self.checkpoints.save(self.version, self.optimizer.parameters, self.optimizer.adamw, tensors, meta, consumed, write_model)

@@ -182,16 +182,20 @@ def _weight_files(model_dir: Path) -> list[Path]:
 # ---- saving
 
 
-def save(path: Path, config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], tokenizer: Path | Tokenizer) -> None:
+def save(
+    path: Path, config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], tokenizer: Path | Tokenizer,
+    stop_ids: tuple[int, ...] = (),
+) -> None:  # fmt: skip
     """Write a model directory that `load` and transformers' AutoModelForCausalLM read, weights in float32.
 
     tensors: every full tensor by our name. tokenizer: the model directory that it comes from (its files are copied, with the
-    generation settings), or a tokenizer object. ValueError if the disk does not take it. Not atomic: write beside, then rename.
+    generation settings), or a tokenizer object. stop_ids: of that directory, if they are known; else its tokenizer is loaded to find them.
+    ValueError if the disk does not take it. Not atomic: write beside, then rename.
     """
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
         if isinstance(tokenizer, str | Path):
-            generation = _copy_tokenizer(Path(tokenizer), path)
+            generation = _copy_tokenizer(Path(tokenizer), path) | {"eos_token_id": list(stop_ids or load_stop_ids(Path(tokenizer)))}
         else:
             tokenizer.save_pretrained(path)
             generation = {"eos_token_id": [tokenizer.eos_token_id]}
@@ -201,12 +205,12 @@ def save(path: Path, config: ModelConfig, tensors: Iterable[tuple[str, torch.Ten
 
 
 def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
-    """Copy the tokenizer's files. Returns the generation settings of `source` with every stop id in them."""
+    """Copy the tokenizer's files. Returns the generation settings of `source`."""
     for name in _TOKENIZER_FILES:
         if (source / name).exists() and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)
     settings = source / "generation_config.json"
-    return (read_json(settings) if settings.exists() else {}) | {"eos_token_id": list(load_stop_ids(source))}
+    return read_json(settings) if settings.exists() else {}
 
 
 def _save_tensors(path: Path, config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

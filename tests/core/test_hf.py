@@ -319,11 +319,15 @@ def test_stop_ids_are_gathered_from_everywhere(tmp_path: Path, words: Path) -> N
         hf.load_stop_ids(path)
 
 
-def test_generation_settings_travel_with_the_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
+def test_generation_settings_travel_with_the_tokenizer(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit(checkpoint / "generation_config.json", top_p=0.8, do_sample=True, eos_token_id=7)
-    hf.save(tmp_path / "next", hf.load_config(checkpoint), hf.load(checkpoint).named_parameters(), checkpoint)
-    settings = json.loads((tmp_path / "next" / "generation_config.json").read_text())
-    assert settings == {"top_p": 0.8, "do_sample": True, "eos_token_id": [END, 7]}
+    config, tensors = hf.load_config(checkpoint), list(hf.load(checkpoint).named_parameters())
+    hf.save(tmp_path / "next", config, tensors, checkpoint)
+    monkeypatch.setattr(hf, "load_tokenizer", None)  # a run has loaded it once, and need not at every checkpoint
+    hf.save(tmp_path / "run", config, tensors, checkpoint, (END, 7))
+    for name in ("next", "run"):
+        settings = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert settings == {"top_p": 0.8, "do_sample": True, "eos_token_id": [END, 7]}
 
 
 def test_a_full_disk_is_one_sentence(tmp_path: Path, words: Path) -> None:
