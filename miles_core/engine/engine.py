@@ -178,7 +178,8 @@ class Engine:
         """The weights in `model` have been changed in place and are now `version`. Call it between steps.
 
         mode "recompute": sequences in flight are prefilled again before their next token; what they have sampled stays as sampled.
-        mode "keep": they go on with the KV they have. Either way no later request is served from the KV of earlier weights.
+        mode "keep": those that have sampled go on with the KV they have. Either way no later request is served from the KV of earlier
+        weights.
         """
         if mode not in ("recompute", "keep"):
             raise ValueError(f"--on-update must be recompute or keep, got {mode!r}")

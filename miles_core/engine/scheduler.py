@@ -179,12 +179,12 @@ class Scheduler:
         """New weights are in place: see Engine.set_version."""
         assert version >= self.version, f"weights of version {version} after version {self.version}"
         self.version = version
-        if recompute:
-            for lane in self.running[::-1]:
+        for lane in self.running[::-1]:
+            # A prompt of which nothing is sampled begins again in any case: half of it under old weights, its answer would be of none.
+            if recompute or self.table.length[lane] == self.table.prompt[lane]:
                 self._wait_again(lane)
-        else:
-            self.table.kv_version[self.running] = MIXED
-            self.mixed = True
+        self.table.kv_version[self.running] = MIXED
+        self.mixed = bool(self.running)
         self.pool.forget()  # after they have left: their pages must not stay in the tree either
         self.leaders.clear()
         if self.replay_rows:

@@ -199,6 +199,18 @@ def test_keep_goes_on_with_old_kv_and_new_requests_do_not_see_it():
     assert np.array_equal(packed(model, later)[0], sampled(later, "logp_roll"))
 
 
+def test_with_keep_too_a_prompt_is_of_one_version():
+    """What was sampled from the new weights alone has their bits, also where the update came between two chunks of its prompt."""
+    recomputed = 0
+    for steps in range(1, 9):
+        model = make_model(LLAMA)
+        trajectories, engine = interrupted(model, "keep", steps, lambda model=model: perturb(model), max_batch_tokens=40)
+        new = [t for t in trajectories if (t.version_M == 1).all()]
+        assert len(new) > 1 and np.array_equal(packed(model, new)[0], sampled(new, "logp_roll"))
+        recomputed += engine.counters.tokens_recomputed
+    assert recomputed > 100
+
+
 def test_the_prefix_tree_serves_one_version_only():
     model = make_model(QWEN3)
     engine = make_engine(model)
