@@ -24,6 +24,7 @@ from miles_core import guard, numerics, pacing, tasks
 from miles_core.advantage import ADVANTAGES
 from miles_core.assets import TINY
 from miles_core.config import Config, parse_args
+from miles_core.digest import file_digest
 from miles_core.earlier import Earlier
 from miles_core.engine.engine import Engine, Request, SamplingParams
 from miles_core.evaluation import EVAL_GROUP, IDLE_S, evaluate
@@ -229,7 +230,9 @@ def recipe_of(config: Config, model: Transformer) -> dict[str, object]:
         "parity routing_replay"
     )
     weight = model.embed_tokens.weight
-    return {name: getattr(config, name) for name in names.split()} | {"computed": f"{weight.device.type} {weight.dtype}"}
+    scripts = [name for name in (config.task, config.agent.rpartition(":")[0]) if name.endswith(".py")]
+    made = {"computed": f"{weight.device.type} {weight.dtype}", "scripts": [file_digest(Path(script)) for script in scripts]}
+    return {name: getattr(config, name) for name in names.split()} | made
 
 
 @dataclass(frozen=True)

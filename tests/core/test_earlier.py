@@ -16,13 +16,17 @@ import pytest
 from samples import trajectory
 
 from miles_core import journal, start
+from miles_core.assets import TINY
+from miles_core.config import Config
 from miles_core.earlier import Earlier
 from miles_core.journal import Journal
 from miles_core.journal_file import load
 from miles_core.metrics import Logger
+from miles_core.model import hf
 from miles_core.records import Records, read_steps
 from miles_core.rerun import Recording
 from miles_core.start import Start, lineage
+from rollout import recipe_of
 
 RECIPE = {"task": "sort"}
 
@@ -56,6 +60,18 @@ def test_the_newest_of_two_records_is_given_and_none_of_this_incarnation(tmp_pat
     assert earlier(tmp_path).find(4).group[0].reward == 3
     assert earlier(tmp_path, me=3).find(4).group[0].reward == 2, "what another rank of this incarnation writes is not ours"
     assert earlier(tmp_path, lambda incarnation, _: incarnation == 1).find(4).group[0].reward == 1
+
+
+@pytest.mark.parametrize("flag", ["task", "agent"])
+def test_a_script_that_was_edited_is_another_recipe(tmp_path: Path, flag: str) -> None:
+    script, model = tmp_path / "mine.py", hf.build(hf.load_config(TINY), "meta")
+    script.write_text("reward = 1.0")
+    config = Config(**{flag: f"{script}:run" if flag == "agent" else str(script)})
+    before = recipe_of(config, model)
+    assert recipe_of(config, model) == before == json.loads(json.dumps(before))
+    script.write_text("reward = 2.0")
+    assert recipe_of(config, model) != before
+    assert recipe_of(Config(agent="a.module:run"), model)["scripts"] == []
 
 
 @pytest.mark.parametrize("reason", ["erased", "too old", "recipe", "damaged"])
