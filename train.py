@@ -75,9 +75,10 @@ def train(run: Trainer, rollout: Rollout | Rerun | None) -> None:
 
         # Sum over tokens / global count, micro-batch by micro-batch.
         for number, batch in enumerate(batches, 1):
+            if run.told_to_leave(refs):
+                return run.save()
             parallel.expect_backward(run.model, last=number == len(batches))
             batch, route = run.routes.of(batch.to(topo.device))
-            run.beat("training")
             batch = run.with_reference(batch)
             logp_train_M, entropy_M = score(run.model, batch, route)
             value, metrics = loss.policy_loss(logp_train_M, entropy_M, batch, run.loss_params, total)
@@ -115,13 +116,7 @@ def score(model: Transformer, batch: Batch, route: Route = live) -> tuple[torch.
 
 def resolve(config: Config, layout: Layout, recording: Recording | None) -> Config:
     """Fill in what -1 stands for, and refuse what does not fit this world."""
-    if config.prompts_per_step % layout.num_nodes:
-        raise ValueError(f"--prompts-per-step {config.prompts_per_step} is not divisible by the {layout.num_nodes} nodes")
-    num_trainers = len(layout.ranks(train=True))
-    if num_trainers % config.expert_parallel:
-        raise ValueError(f"--expert-parallel {config.expert_parallel} does not divide the {num_trainers} training ranks")
-    if layout.colocated and config.weight_transport == "broadcast":
-        raise ValueError("--weight-transport broadcast needs ranks that only roll out: use shm, or --rollout-ranks-per-node 1 or more")
+    layout.check(config.prompts_per_step, config.expert_parallel, config.weight_transport)
     if recording is not None:
         recording.check(config.first_step, config.steps)
         return dataclasses.replace(config, rollout_ranks_per_node=0, max_staleness=recording.staleness(config.first_step, config.steps))
@@ -144,10 +139,8 @@ def describe(config: Config, layout: Layout, inputs: Inputs, recording: Recordin
     """Who does what, and the staleness that follows: printed at start-up and by --dry-run."""
     shape = ring_shape(config, layout, inputs, recording)
     bound = pacing.staleness_bound(shape["num_slots"], shape["window"], config.prompts_per_step // layout.num_nodes)
-    return report.plan(
-        layout.describe(), config.prompts_per_step, config.samples_per_prompt, inputs.max_context, inputs.max_branches,
-        shape["num_slots"], shape["slot_bytes"], shape["window"], bound,
-    )  # fmt: skip
+    return report.plan(layout.describe(), config.prompts_per_step, config.samples_per_prompt, inputs.max_context, inputs.max_branches,
+                       shape["num_slots"], shape["slot_bytes"], shape["window"], bound)  # fmt: skip
 
 
 class Trainer:
@@ -223,6 +216,14 @@ class Trainer:
             stale = self.version - t.oldest_version
             assert 0 <= stale <= self.config.max_staleness, f"{t.name}: {stale} versions old at step {self.version}"
 
+    def told_to_leave(self, refs: list[Ref]) -> bool:
+        """Whether to leave this step unfinished, for SIGTERM: then its groups are given back (collective over the training ranks)."""
+        self.beat("training")
+        if told := self.topo.train_max(self.ring.asked) > 1:
+            self.routes.abandon()
+            self.ring.give_back(refs if self.topo.is_node_leader else [])
+        return told
+
     def with_reference(self, batch: Batch) -> Batch:
         """The batch with the frozen reference's log-probs, if the loss has a KL term."""
         if self.reference is None:
@@ -251,8 +252,8 @@ class Trainer:
         metrics |= report.step_metrics(clock, counts.tokens)
         values = reduce(metrics, self.topo.control_group)
         values["perf/gen_tokens_per_s"] = values["rollout/tokens"] / values["perf/step_time"]
-        values["train/lr"] = self.optimizer.learning_rate(self.version - 1)
-        values |= {"train/grad_norm": grad_norm, "train/tokens": counts.loss_tokens}
+        learning_rate = self.optimizer.learning_rate(self.version - 1)
+        values |= {"train/lr": learning_rate, "train/grad_norm": grad_norm, "train/tokens": counts.loss_tokens}
         if self.logger is not None:
             self.records.log(self.version, itertools.chain(*groups))
             self.logger.log(self.version, values)

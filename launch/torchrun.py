@@ -5,9 +5,9 @@
 torchrun itself ends with 1 whatever a rank's code was, and prints its own stack below the rank's message. Here 2 (a mistake of the
 user) stays 2, and a rank killed by signal n gives 128 + n, as in a shell.
 
-SIGTERM and Ctrl-C go on to the ranks, which finish their step, save, and end with 0, and so does the job. torchrun would kill them after
-30 seconds and end with an error. With --max-restarts the ranks are started again when one of them dies; not after a mistake of the user,
-which a rank tells by SIGUSR1, and not once the job has been asked to stop.
+SIGTERM and Ctrl-C go on to the ranks, which save and end with 0, and so does the job. torchrun would kill them after 30 seconds and
+end with an error. With --max-restarts the ranks are started again when one of them dies; not after a mistake of the user, which a rank
+tells by SIGUSR1, and not once the job has been asked to stop.
 """
 
 from __future__ import annotations

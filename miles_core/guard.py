@@ -46,8 +46,9 @@ def asked() -> str:
     return _asked[0] if _asked else ""
 
 
-def stop_on_signals(dead_peers: Callable[[], list[int]], on_ask: Callable[[], None]) -> None:
-    """From now on SIGTERM and the first Ctrl-C ask for an end after this step: `on_ask` tells the other ranks. A second Ctrl-C interrupts.
+def stop_on_signals(dead_peers: Callable[[], list[int]], on_ask: Callable[[bool], None]) -> None:
+    """From now on the first Ctrl-C asks for an end after this step, SIGTERM for one at once, because who sends it kills soon:
+    `on_ask(at_once)` tells the other ranks. A second Ctrl-C interrupts.
 
     `dead_peers()`: ranks of this node whose process has ended.
     """
@@ -59,7 +60,7 @@ def stop_on_signals(dead_peers: Callable[[], list[int]], on_ask: Callable[[], No
         if number == signal.SIGINT and signal.SIGINT.name in _asked:
             _interrupt()
         _asked.append(signal.Signals(number).name)
-        on_ask()
+        on_ask(number == signal.SIGTERM)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, ask)

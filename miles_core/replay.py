@@ -61,6 +61,10 @@ class ExpertRoutes:
         self.used.append(TrainRoutes(batch, self.moe, replay=self.mode == "on", passes=self.passes, balance=self.step_balance))
         return batch, self.used[-1]
 
+    def abandon(self) -> None:
+        """The step ends here: receive what is under way, so that no rank is left with a message that nobody takes."""
+        self.fetch.drop()
+
     def end(self, model: nn.Module, train_sum: Callable[..., list[float]], *, log: bool) -> dict[str, Metric]:
         """`train_sum` adds up over the training ranks; `log` on the one of them whose metrics of the sums count.
 

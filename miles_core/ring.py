@@ -254,13 +254,14 @@ class Ring:
             row[OPENS_AT] = version
             row[WORD] += FREE - READING  # last: the slot is free for claim() from here on
 
-    def ask_to_stop(self) -> None:
-        """Any rank of the node: no step should begin after this."""
-        self.header[ASKED] = 1
+    def ask_to_stop(self, at_once: bool = False) -> None:
+        """Any rank of the node: this is to be the last step; `at_once`: nor should it be finished."""
+        self.header[ASKED] = max(self.header[ASKED], 1 + at_once)
 
     @property
-    def asked(self) -> bool:
-        return bool(self.header[ASKED])
+    def asked(self) -> int:
+        """0: nobody has; 1: no step should begin; 2: nor be finished."""
+        return int(self.header[ASKED])
 
     def stop(self, version: int) -> None:
         """Training ranks: tell the rollout ranks that nothing more is wanted, after this version."""

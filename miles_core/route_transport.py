@@ -172,6 +172,14 @@ class Fetch:
         rows, recorded = zip(*(self._rows(tuple(key), n) for key, n in zip(batch.ids_S3.tolist(), lengths_S, strict=True)), strict=True)
         return replace(batch, routes_TLK=torch.cat(rows), routed_T=torch.cat(recorded))
 
+    def drop(self) -> None:
+        """Receive what has not been used, and forget it."""
+        for key, (_, work) in self.arriving.items():
+            if work is not None:
+                with self._arrival(key, self.trajectories[key][1]):
+                    work.wait(timedelta(seconds=self.timeout_s))
+        self.arriving.clear()
+
     def _rows(self, key: Key, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         payload, work = self.arriving.pop(key)
         length, owner, expected = self.trajectories[key]

@@ -69,6 +69,16 @@ class Layout:
         has_role = self.trains if train else self.rolls_out
         return [r for r in range(self.world_size) if has_role(r) and node in (None, self.node(r))]
 
+    def check(self, prompts_per_step: int, expert_parallel: int, weight_transport: str) -> None:
+        """ValueError for flags that do not fit this world."""
+        if prompts_per_step % self.num_nodes:
+            raise ValueError(f"--prompts-per-step {prompts_per_step} is not divisible by the {self.num_nodes} nodes")
+        num_trainers = len(self.ranks(train=True))
+        if num_trainers % expert_parallel:
+            raise ValueError(f"--expert-parallel {expert_parallel} does not divide the {num_trainers} training ranks")
+        if self.colocated and weight_transport == "broadcast":
+            raise ValueError("--weight-transport broadcast needs ranks that only roll out: use shm, or --rollout-ranks-per-node 1 or more")
+
     def describe(self) -> str:
         """One line a rank: who does what."""
         leaders = {self.ranks(train=True, node=n)[0] for n in range(self.num_nodes)}

@@ -1,9 +1,10 @@
-"""train.py that kills itself (SIGKILL) at given lines of given functions, one in each life of a job.
+"""train.py that kills itself at given lines of given functions, one in each life of a job.
 
-    CHAOS="1 journal:Journal._write 7; 0 ring:Ring.claim 40" python die_here.py ARGUMENTS OF train.py
+    CHAOS="1 journal:Journal._write 7; 0 train:score 40 SIGTERM" python die_here.py ARGUMENTS OF train.py
 
 The k-th start of the job (TORCHELASTIC_RESTART_COUNT) takes the k-th entry: rank, function, and after how many lines executed inside that
-function the process dies. Lines are counted by a trace function, so a death falls between any two lines, in whatever thread.
+function the process gets a signal, SIGKILL if none is named. Lines are counted by a trace function, so it comes between any two lines, in
+whatever thread.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from types import CodeType, FrameType
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
-def die_at(code: CodeType, lines: int) -> None:
-    """Kill this process when `code` has executed so many lines, all calls together."""
+def die_at(code: CodeType, lines: int, number: signal.Signals) -> None:
+    """Send this process a signal when `code` has executed so many lines, all calls together."""
     left = [lines]
     lock = threading.Lock()
 
@@ -29,8 +30,8 @@ def die_at(code: CodeType, lines: int) -> None:
         if event == "line":
             with lock:
                 left[0] -= 1
-                if left[0] <= 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if left[0] == 0:
+                    os.kill(os.getpid(), number)
         return inside
 
     def at_call(frame: FrameType, event: str, _: object) -> object:
@@ -54,5 +55,5 @@ import train  # noqa: E402
 from miles_core import guard  # noqa: E402
 
 if life < len(points) and points[life][0] == os.environ.get("RANK", "0"):
-    die_at(find(points[life][1]), int(points[life][2]))
+    die_at(find(points[life][1]), int(points[life][2]), signal.Signals[(*points[life], "SIGKILL")[3]])
 guard.run(train.main)

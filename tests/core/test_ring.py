@@ -279,7 +279,10 @@ def test_a_run_is_asked_to_stop_and_says_where_it_did() -> None:
     assert ring.consumed() == [] and [r.group for r in ring.take(1, 1.0)] == [0], "what was given back can be taken again"
     assert not ring.asked
     ring.ask_to_stop()
-    assert ring.asked and ring.take(2, 60.0) == [], "nobody waits for a group that is not there"
+    assert ring.asked == 1 and ring.take(2, 60.0) == [], "nobody waits for a group that is not there"
+    ring.ask_to_stop(at_once=True)
+    ring.ask_to_stop()
+    assert ring.asked == 2, "the most urgent counts"
     assert ring.stopped_at is None
     ring.stop(0)
     assert ring.stopped_at == 0

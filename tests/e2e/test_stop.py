@@ -1,4 +1,4 @@
-"""A run that is asked to stop finishes its step, saves, ends with 0, and goes on with the same command as if it had never stopped.
+"""A run that is asked to stop saves, ends with 0, and goes on with the same command as if it had never stopped.
 
     python -m pytest tests/e2e/test_stop.py
 """
@@ -45,6 +45,37 @@ def test_stop_and_go_on(tmp_path: Path, ranks: int, number: signal.Signals, stal
     assert f"resumed at step {done}" in again.out
     assert [step["step"] for step in steps(tmp_path / "run")] == list(range(1, 10))
     assert sorted(g for step in steps(tmp_path / "run") for g in consumed_groups(step, 2)) == list(range(18)), "each group once"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "where", "done"),
+    [
+        (3, ("--max-staleness", 0, "--rollout-ranks-per-node", 1), "1 train:score 28 SIGTERM", 2),  # 4 micro-batches of 3 lines a step
+        (3, ("--max-staleness", 2, "--rollout-ranks-per-node", 1), "2 train:score 28 SIGTERM", 2),
+        (0, ("--max-staleness", 0), "0 train:score 4 SIGTERM", 0),
+    ],
+    ids=["two trainers", "asynchronous", "one process, first step"],
+)
+def test_sigterm_in_the_middle_of_a_step_leaves_it(tmp_path: Path, ranks: int, flags: tuple, where: str, done: int) -> None:
+    """A step can take longer than who sends SIGTERM waits: it is left, none of its groups counts, and it is done again from the journal."""
+    whole, halted = tmp_path / "whole", tmp_path / "halted"
+    flags = ("--task", TASK, "--steps", 5, "--prompts-per-step", 2, "--samples-per-prompt", 8, "--run-dir", "run", *flags)
+    flags += ("--max-new-tokens", 16, "--max-context", 48, "--micro-batch-tokens", 48, "--eval-prompts", 0)
+    for cwd in (whole, halted):
+        cwd.mkdir()
+    ended = Job(halted, *flags, ranks=ranks, script="tests/chaos/die_here.py", CHAOS=where).end()
+    assert ended.code == 0 and ended.err == "" and f"after step {done} of 5" in ended.out, str(ended)
+    assert (halted / f"run/checkpoints/step_{done:06d}").exists() == (done > 0)
+    again = succeed(halted, *flags, ranks=ranks)
+    assert (f"resumed at step {done}" in again.out) == (done > 0)
+    found = steps(halted / "run")
+    assert sorted(g for step in found for g in consumed_groups(step, 2)) == list(range(10)), "each group once"
+    assert found[done]["ring/restored"] >= 2, "what the step had is not made again"
+    if "--max-staleness 0" in " ".join(map(str, flags)):
+        succeed(whole, *flags, ranks=ranks)
+        names = ("step", "train/loss", "train/grad_norm", "train/entropy", "rollout/reward_mean")
+        assert [[step[n] for n in names] for step in found] == [[step[n] for n in names] for step in steps(whole / "run")]
+        assert len({(cwd / "run/checkpoints/latest/model.safetensors").read_bytes() for cwd in (whole, halted)}) == 1
 
 
 def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
