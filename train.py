@@ -310,7 +310,7 @@ def main() -> None:
             print(describe(config, layout, inputs, recording))
         return
     topo = Topology(layout, device, dtype, config.timeout, config.expert_parallel)
-    start = next(s for s in topo.gather(begin(config, len(layout.ranks(train=True))) if topo.is_logger else None) if s is not None)
+    start = next(s for s in topo.gather(begin(config, topo) if topo.is_logger else None) if s is not None)
     if topo.is_logger:
         print(describe(config, layout, inputs, recording))
         ops = describe_kernels(device, dtype, inputs.model_config.head_dim, experts=inputs.model_config.moe is not None)
@@ -353,14 +353,14 @@ def main() -> None:
         topo.close()
 
 
-def begin(config: Config, num_trainers: int) -> Start:
+def begin(config: Config, topo: Topology) -> Start:
     """The run directory, and what to begin with (one rank)."""
-    resume = config.resume
+    num_trainers, resume = len(topo.layout.ranks(train=True)), config.resume
     if config.replay:
         recording = Recording(Path(config.replay))
         recording.compare(num_trainers)
         resume = str(recording.checkpoint_before(config.first_step) or "none")
-    return open_run(config.run_dir, resume, config.steps, config.prompts_per_step, num_trainers, config.to_json())
+    return open_run(config.run_dir, resume, config.steps, config.prompts_per_step, num_trainers, config.to_json(), topo.restarted)
 
 
 def share(config: Config, inputs: Inputs, topo: Topology, start: Start, recording: Recording | None) -> tuple[Ring, Board, Mailbox | None]:

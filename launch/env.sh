@@ -12,6 +12,9 @@ export USE_HUB_KERNELS="${USE_HUB_KERNELS-0}"
 # Output. Lines appear when they are printed, also through a pipe or in a SLURM log.
 export PYTHONUNBUFFERED="${PYTHONUNBUFFERED-1}"
 
+# torch's C++ warns of every lost connection with a stack of 30 lines; the ranks say themselves what they have lost.
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL-ERROR}"
+
 # Ranks on each node.
 NPROC="${NPROC-2}"
 # With more threads than cores a waiting OpenMP thread sleeps: spinning would take the core from the rank it waits for. Else it spins,

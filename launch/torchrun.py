@@ -22,6 +22,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main
 
 KILL_S = 5.0
@@ -69,9 +70,13 @@ class _Remarks(logging.Handler):
             if self.asked:
                 raise _Ended(exit_code(code))  # through torchrun, which ends the other ranks on its way out
             self.reason = f"local rank {local_rank} (pid {pid}) {describe_code(code)}"
-        elif "will restart worker group" in str(record.msg):
-            print(f"torchrun: {self.reason}; starting all ranks again, restart {record.args[3] - record.args[2] + 1} of {record.args[3]}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+        elif "attempts left" in str(record.msg):
+            left, most = record.args[2:4]
+            print(f"torchrun: {self.reason}; starting all ranks again, restart {most - left + 1} of {most}", file=sys.stderr, flush=True)
+        elif "new nodes" in str(record.msg):  # of a fixed number: they have been here, and have lost a rank
+            print("torchrun: a rank of another node failed; starting all ranks again", file=sys.stderr, flush=True)
+            for pid in _ranks():  # they wait for the dead, and would take torchrun's SIGTERM for an orderly end
+                os.kill(pid, signal.SIGKILL)
 
 
 def _ranks() -> list[int]:
@@ -114,6 +119,8 @@ def launch(argv: list[str]) -> int:
     """Run torchrun with `argv` and return the exit code of the whole job."""
     remarks = _Remarks(_pass_on_signals())
     if "LOGLEVEL" not in os.environ:  # shown as they are, they would bury the rank's own message
+        # The node that keeps the rendezvous may end first, and another one cannot say goodbye to it then.
+        logging.getLogger("torch.distributed.elastic.rendezvous.dynamic_rendezvous").setLevel(logging.ERROR)
         for name in ("multiprocessing.api", "agent.server.api"):
             logger = logging.getLogger(f"torch.distributed.elastic.{name}")
             logger.handlers, logger.propagate = [remarks], False
@@ -127,6 +134,9 @@ def launch(argv: list[str]) -> int:
         return exit_code(failure.exitcode)
     except SignalException as caught:
         return 128 + caught.sigval
+    except RendezvousError as error:
+        print(f"torchrun: the nodes did not meet, or another one has ended the job: {error or type(error).__name__}", file=sys.stderr)
+        return 1
     except _Ended as ended:
         return ended.args[0]
     return 0

@@ -153,7 +153,7 @@ def run(main: Callable[[], None]) -> NoReturn:
             os._exit(_users_mistake())
         if isinstance(error, PeerLost) or any(text in str(error) for text in _PEER_LOST):
             time.sleep(_GRACE_S)
-            print(f"rank {rank}: lost another rank; the first failure is above", file=sys.stderr)
+            print(f"rank {rank}: lost another rank; the first failure is above, or in the log of another node", file=sys.stderr)
         traceback.print_exc()
         for describe in _explanations:
             print(describe(), file=sys.stderr)

@@ -37,10 +37,10 @@ def launch_id() -> str:
     return name if name != "none" else f"{socket.gethostname()}-{parent}-{process_start(parent)}"
 
 
-def choose(run_dir: str) -> tuple[Path, bool]:
+def choose(run_dir: str, restarted: bool) -> tuple[Path, bool]:
     """(the directory asked for, that of an earlier start of this launch, or a new one named by the time of day; whether this is a restart
-    of the launch that opened it). Called by one rank; the others are told."""
-    restarted = any(int(os.environ.get(name, 0)) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    of the launch that opened it). `restarted`: by torchrun, on any node. Called by one rank; the others are told."""
+    restarted = restarted or int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
     for path in [Path(run_dir)] if run_dir else (file.parent for file in sorted(RUNS.glob("*/launch"), reverse=True)):
         if restarted and _opened_by(path) == launch_id():
             return path, True

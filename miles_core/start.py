@@ -38,12 +38,15 @@ class Start:
         return incarnation in ends and (ends[incarnation] is None or version <= ends[incarnation])
 
 
-def open_run(run_dir: str, resume: str, steps: int, prompts_per_step: int, num_trainers: int, config_json: str) -> Start:
+def open_run(
+    run_dir: str, resume: str, steps: int, prompts_per_step: int, num_trainers: int, config_json: str, restarted: bool = False
+) -> Start:
     """Create the run directory, or find where to go on in one that exists (one rank).
 
-    `resume`: "auto" = the newest whole checkpoint, "none" = from the beginning, or a checkpoint. ValueError when that cannot be done.
+    `resume`: "auto" = the newest whole checkpoint, "none" = from the beginning, or a checkpoint. `restarted`: this is not the first start
+    by torchrun. ValueError when it cannot be done.
     """
-    path, again = rundir.choose(run_dir)
+    path, again = rundir.choose(run_dir, restarted)
     if again:
         resume = "auto"  # what was asked for has been done by the first start of this launch
     rundir.lock(path)

@@ -15,6 +15,8 @@ writes logs and checkpoints.
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -22,6 +24,8 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,35 @@ def layout_from_env(rollout_ranks_per_node: int) -> Layout:
     return Layout(world_size, local_world_size, rollout_ranks_per_node)
 
 
+def name_this_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """A name that this start of the job has never had before, the same on every rank.
+
+    torchrun may hand a restart the store of the start before, where ranks would find the addresses of dead ones, and hang. No number tells
+    the starts apart on every node: the nodes count only the failures of their own. So rank 0 makes a name up, and each other rank asks it
+    under a name of its own. What dead ranks have asked is answered too, and nobody looks. Raises TimeoutError naming who is missing.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    if rank:
+        store.set(f"miles/ask/{rank}", mine)
+        try:
+            name = store.get(f"miles/answer/{mine}").decode()
+        except dist.DistStoreError as error:
+            raise TimeoutError(f"rank {rank} waited {timeout_s:g} s for rank 0 to start") from error
+        store.set(f"miles/{name}/{rank}", "knows it")
+        return name
+    missing = set(range(1, world_size))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"miles/ask/{other}"]):
+                store.set(f"miles/answer/{store.get(f'miles/ask/{other}').decode()}", mine)
+            if store.check([f"miles/{mine}/{other}"]):
+                missing.remove(other)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 waited {timeout_s:g} s for ranks {', '.join(map(str, sorted(missing)))} to start")
+        time.sleep(_POLL_S)
+    return mine
+
+
 class Topology:
     """This rank's place in the world, and the process groups it belongs to. Build it once, on every rank, before anything else.
 
@@ -114,11 +147,11 @@ class Topology:
         timeout = timedelta(seconds=timeout_s)
         if "MASTER_ADDR" in os.environ:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-            # A restart by torchrun may get the store of the life before, where the ranks would find the addresses of dead ones, and hang.
-            store = dist.PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            store = dist.PrefixStore(name_this_start(store, rank, world_size, timeout_s), store)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:  # plain `python train.py`: a world of one needs no rendezvous
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        self.restarted = any(self.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0))  # nodes count differently
         train_ranks = layout.ranks(train=True)
         backend = "nccl" if device.type == "cuda" else "gloo"
         self.train_group = dist.new_group(train_ranks, timeout=timeout, backend=backend)  # FSDP

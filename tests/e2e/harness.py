@@ -74,11 +74,11 @@ class Job:
 
     def pids(self) -> list[int]:
         """Processes of this job that are still there."""
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self.mark in _environment(pid)]
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self.mark in environment(pid)]
 
     def rank_pid(self, rank: int) -> int:
         """The process of one rank of a torchrun. Its reward processes inherit RANK, but no rank is the child of a rank."""
-        of_rank = [pid for pid in self.pids() if f"RANK={rank}" in _environment(pid)]
+        of_rank = [pid for pid in self.pids() if f"RANK={rank}" in environment(pid)]
         return next(pid for pid in of_rank if _parent(pid) not in of_rank)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
@@ -144,7 +144,8 @@ def _after(seconds: float, find: Callable[[], list]) -> list:
     return found
 
 
-def _environment(pid: int) -> list[str]:
+def environment(pid: int) -> list[str]:
+    """NAME=value of a process."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is somebody else's
