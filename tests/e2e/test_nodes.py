@@ -46,3 +46,7 @@ def test_sigterm_to_one_node_ends_all_in_order(tmp_path: Path) -> None:
     logging.wait_until(lambda: "step 2/" in logging.out, "two steps")
     other, _ = find(jobs, 3)
     other.process.send_signal(signal.SIGTERM)
+    ended = [job.end() for job in jobs]
+    assert [(e.code, e.err) for e in ended] == [(0, ""), (0, "")], str(ended)
+    done = len(steps(tmp_path / "run"))
+    assert 2 <= done < 9 and (tmp_path / f"run/checkpoints/step_{done:06d}").exists()
