@@ -90,7 +90,10 @@ class Rollout:
         self.refresh()
         self.serve_routes()
         admitted = self.admit()
-        for answer in self.player.step():
+        answers = self.player.step()
+        if self.ring.asked > 1:
+            return False  # SIGTERM meets sandboxes and reward processes, too: how they end says nothing about a sample
+        for answer in answers:
             number, sample = answer.trajectory.group, answer.trajectory.sample
             self.open[number].done[sample] = answer
             if answer.reward is None and answer.verdict == "ok":

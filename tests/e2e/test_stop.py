@@ -22,7 +22,7 @@ FLAGS = ("--task", TASK, "--steps", 9, "--prompts-per-step", 2, "--samples-per-p
     ids=["Ctrl-C, one rank", "Ctrl-C", "SIGTERM"],
 )
 def test_stop_and_go_on(tmp_path: Path, ranks: int, number: signal.Signals, staleness: int) -> None:
-    """The terminal interrupts the whole foreground group, SLURM signals every process of the job, ranks included."""
+    """The terminal interrupts the whole foreground group, SLURM signals every process of the job."""
     flags = (*FLAGS, "--max-staleness", staleness)
     job = Job(tmp_path, *flags, ranks=ranks, E2E_REWARD_S="0.05")
     job.wait_until(lambda: "step 2/" in job.out, "two steps")
@@ -30,7 +30,7 @@ def test_stop_and_go_on(tmp_path: Path, ranks: int, number: signal.Signals, stal
     if number == signal.SIGINT:
         os.killpg(job.process.pid, number)
     else:
-        for pid in [job.process.pid, *(job.rank_pid(rank) for rank in range(ranks))]:
+        for pid in job.pids():  # reward processes too
             os.kill(pid, number)
     ended = job.end()
     assert ended.code == 0 and time.monotonic() - sent < 20, str(ended)
@@ -45,6 +45,7 @@ def test_stop_and_go_on(tmp_path: Path, ranks: int, number: signal.Signals, stal
     assert f"resumed at step {done}" in again.out
     assert [step["step"] for step in steps(tmp_path / "run")] == list(range(1, 10))
     assert sorted(g for step in steps(tmp_path / "run") for g in consumed_groups(step, 2)) == list(range(18)), "each group once"
+    assert all(step["rollout/verdict/ok"] == 1 for step in steps(tmp_path / "run")), "no sample was judged by how its process ended"
 
 
 @pytest.mark.parametrize(
