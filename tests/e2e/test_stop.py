@@ -51,16 +51,15 @@ def test_stop_and_go_on(tmp_path: Path, ranks: int, number: signal.Signals, stal
 @pytest.mark.parametrize(
     ("ranks", "flags", "where", "done"),
     [
-        (3, ("--max-staleness", 0, "--rollout-ranks-per-node", 1), "1 train:score 28 SIGTERM", 2),  # 4 micro-batches of 3 lines a step
-        (3, ("--max-staleness", 2, "--rollout-ranks-per-node", 1), "2 train:score 28 SIGTERM", 2),
-        (0, ("--max-staleness", 0), "0 train:score 4 SIGTERM", 0),
+        (3, ("--rollout-ranks-per-node", 1), "1 train:score 28 SIGTERM", 2),  # 4 micro-batches of 3 lines a step
+        (0, (), "0 train:score 4 SIGTERM", 0),
     ],
-    ids=["two trainers", "asynchronous", "one process, first step"],
+    ids=["two trainers", "one process, first step"],
 )
 def test_sigterm_in_the_middle_of_a_step_leaves_it(tmp_path: Path, ranks: int, flags: tuple, where: str, done: int) -> None:
     """A step can take longer than who sends SIGTERM waits: it is left, none of its groups counts, and it is done again from the journal."""
     whole, halted = tmp_path / "whole", tmp_path / "halted"
-    flags = ("--task", TASK, "--steps", 5, "--prompts-per-step", 2, "--samples-per-prompt", 8, "--run-dir", "run", *flags)
+    flags += ("--task", TASK, "--steps", 5, "--prompts-per-step", 2, "--samples-per-prompt", 8, "--run-dir", "run", "--max-staleness", 0)
     flags += ("--max-new-tokens", 16, "--max-context", 48, "--micro-batch-tokens", 48, "--eval-prompts", 0)
     for cwd in (whole, halted):
         cwd.mkdir()
@@ -72,11 +71,10 @@ def test_sigterm_in_the_middle_of_a_step_leaves_it(tmp_path: Path, ranks: int, f
     found = steps(halted / "run")
     assert sorted(g for step in found for g in consumed_groups(step, 2)) == list(range(10)), "each group once"
     assert found[done]["ring/restored"] >= 2, "what the step had is not made again"
-    if "--max-staleness 0" in " ".join(map(str, flags)):
-        succeed(whole, *flags, ranks=ranks)
-        names = ("step", "train/loss", "train/grad_norm", "train/entropy", "rollout/reward_mean")
-        assert [[step[n] for n in names] for step in found] == [[step[n] for n in names] for step in steps(whole / "run")]
-        assert len({(cwd / "run/checkpoints/latest/model.safetensors").read_bytes() for cwd in (whole, halted)}) == 1
+    succeed(whole, *flags, ranks=ranks)
+    names = ("step", "train/loss", "train/grad_norm", "train/entropy", "rollout/reward_mean")
+    assert [[step[n] for n in names] for step in found] == [[step[n] for n in names] for step in steps(whole / "run")]
+    assert len({(cwd / "run/checkpoints/latest/model.safetensors").read_bytes() for cwd in (whole, halted)}) == 1
 
 
 def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
