@@ -101,7 +101,9 @@ def _pass_on_signals() -> list[int]:
 
     def ask(number: int, _: object) -> None:
         asked.append(number)
-        for pid in _ranks():
+        if not (ranks := _ranks()):
+            raise _Ended(128 + number)  # the nodes are still looking for each other
+        for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 

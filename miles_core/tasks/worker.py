@@ -74,7 +74,10 @@ def main(memory: str, name: str, seed: str, data: str, eval_data: str) -> None:
     for line in requests:
         sample = json.loads(line)
         reward, verdict, detail = judge(task, sample["answer"], sample["text"])
-        print(json.dumps({"reward": reward, "verdict": verdict, "detail": detail}), file=replies, flush=True)
+        try:
+            print(json.dumps({"reward": reward, "verdict": verdict, "detail": detail}), file=replies, flush=True)
+        except BrokenPipeError:  # the rank has died: the watcher is about to kill this process, and what it has started while it lives
+            signal.pause()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,10 @@ class Loop:
     def poll(self) -> None:
         """Run what is ready, and what that makes ready."""
         self._selector.rounds = MAX_ROUNDS
-        self.events.run_forever()
+        try:
+            self.events.run_forever()
+        finally:
+            self._selector.rounds = 0  # Ctrl-C may come in the middle, and `run` is to end what is there after it
 
     def close(self) -> None:
         """Cancel what is left."""

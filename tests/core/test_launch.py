@@ -158,6 +158,20 @@ def test_job_ends_with_the_code_of_the_first_failure(tmp_path: Path, how: str, c
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_job_that_waits_for_another_node_ends_when_it_is_asked(tmp_path: Path, number: signal.Signals) -> None:
+    job = start_job(tmp_path, "wait", "--nnodes", "2")
+    deadline, caught = time.monotonic() + 60, 1 << signal.SIGUSR1 - 1  # the handler that is set last
+    while not int(re.search(r"SigCgt:\s(\w+)", Path(f"/proc/{job.pid}/status").read_text())[1], 16) & caught:
+        assert time.monotonic() < deadline, "it never listened"
+        time.sleep(0.05)
+    time.sleep(1.0)
+    job.send_signal(number)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 128 + number, err
+    assert "Traceback" not in err and not list(tmp_path.glob("[01]-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("how", "code"), [("wait", 128), ("stop", 0), ("stuck", 1)])
 def test_signalled_job_lets_its_ranks_end(tmp_path: Path, how: str, number: signal.Signals, code: int) -> None:
     """Ranks that end with 0 make a job that does; one that fails, or dies of the signal, is not started again."""

@@ -16,6 +16,7 @@ import openai
 import pytest
 from tito_kit import CALL, DEFAULTS, END, TOOLS, Endpoint, logp_of, running
 
+from miles_core.tito.loop import Loop
 from miles_core.tito.server import make_app
 
 USER = {"role": "user", "content": "1+2="}
@@ -257,3 +258,21 @@ def test_the_server_stops_in_the_middle_of_a_turn_and_its_port_is_free_again(end
     with pytest.raises(ValueError, match=f"--serve-port {again.port} on 127.0.0.1 cannot be used"):
         endpoint.serve(app, port=again.port)
     endpoint.run(again.stop())
+
+
+def test_an_interrupt_in_the_middle_of_a_poll_leaves_a_loop_that_runs() -> None:
+    """Ctrl-C comes anywhere; the server is stopped on the same loop after it."""
+    loop = Loop()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    async def stop() -> str:
+        await asyncio.sleep(0.01)
+        return "stopped"
+
+    loop.events.call_soon(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loop.poll()
+    assert loop.run(stop()) == "stopped"
+    loop.close()

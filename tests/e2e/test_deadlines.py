@@ -24,7 +24,8 @@ FLAGS = ("--steps", 1000, "--prompts-per-step", 2, "--samples-per-prompt", 4, "-
 @pytest.mark.parametrize(
     ("rank", "flags", "said"),
     [
-        (0, ("--max-staleness", 0), r"TimeoutError: waited 4 s for group \d+ .*rank 0 \(rollout, pid {pid}\) was \w+"),
+        (0, ("--max-staleness", 0), r"(TimeoutError: waited 4 s for group \d+ .*rank 0 \(rollout, pid {pid}\) was \w+"
+                                    r"|routes of group \d+ sample \d from rank 0 did not arrive \(the deadline is 4 s\))"),
         (1, ("--max-staleness", 0), r"TimeoutError: no slot of the ring became free, and nothing was heard for \d s: "
                                     r"rank 1 \(training leader, pid {pid}\) was .* \(step \d+\) \d\.\d s ago"),
         (1, ("--rollout-ranks-per-node", 0), r"(TimeoutError: waited 4 s for group|Timed out)"),
