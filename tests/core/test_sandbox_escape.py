@@ -250,7 +250,8 @@ def test_the_process_in_charge(inside: Sandbox) -> None:
 
 def test_symbolic_links(inside: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "host").write_text("host")
-    inside.run(f"ln -sfn {tmp_path} out; ln -sf /proc/1/root/etc/shadow shadow; ln -sf /usr/bin/env tool; ln -sfn / d")
+    host = "/proc/1/root"
+    inside.run(f"ln -sfn {tmp_path} out; ln -sf {host}/etc/shadow shadow; ln -sf /usr/bin/env tool; ln -sfn / d")
     assert inside.run("cat out/host").exit_code != 0 and inside.run("cat shadow").exit_code != 0
     env = Path("/usr/bin/env").read_bytes()
     inside.put({"tool": b"replaced"})

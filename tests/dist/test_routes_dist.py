@@ -235,6 +235,28 @@ def test_an_owner_that_dies_is_named(fault: str, tmp_path: Path) -> None:
     assert (tmp_path / "told").read_text().startswith(f"{WHO} did not arrive (the deadline is 20 s): ")
 
 
+def dropped_while_under_way() -> None:
+    """Rank 0 sends late; rank 1 leaves the step before it has used anything."""
+    topo = topology(2, 1)
+    trajectory, payload = make(*NAME)
+    store = RouteStore(0, topo.route_group)
+    store.keep(trajectory, payload)
+    if topo.rolls_out:
+        time.sleep(0.5)
+        store.serve([Want(*NAME, 0, 1, len(payload))])
+        store.serve([])  # waits until it has been taken
+    else:
+        fetch = Fetch([trajectory], None, topo.route_group, MOE, CPU, 20.0)
+        (buffer, _), = fetch.arriving.values()
+        fetch.drop()
+        assert torch.equal(buffer, payload) and not fetch.arriving, "it is there, and nobody waits for it any more"
+    topo.gather(None)
+
+
+def test_a_step_that_is_left_takes_what_is_under_way() -> None:
+    run_ranks(2, dropped_while_under_way)
+
+
 def test_a_trajectory_without_rows_is_refused() -> None:
     message = "group 0 sample 1 came without routes while --routing-replay is on: nothing was trained on it"
     with pytest.raises(RuntimeError, match=f"^{message}$"):
