@@ -198,13 +198,13 @@ class Trainer:
         self.beat("waiting for groups")
         if rollout is not None:
             rollout.refresh()  # also where the groups are ready already: slots are freed when every rank has the new weights
-            check = self.ring.deadline(count, self.config.timeout)
+            check = self.ring.deadline(count)
             while not (self.ring.ready(count) or self.ring.asked):
                 check(busy := rollout.tick())
                 if not busy:
                     time.sleep(0.0005)
             self.topo.node_broadcast(None)  # every rank has seen the groups ready before the leader takes them away
-        refs = self.ring.take(count, self.config.timeout) if self.topo.is_node_leader else []
+        refs = self.ring.take(count) if self.topo.is_node_leader else []
         if self.topo.train_max(self.ring.asked):  # no step begins that not every rank would finish
             self.ring.give_back(refs)
             refs = []
@@ -375,7 +375,7 @@ def share(config: Config, inputs: Inputs, topo: Topology, start: Start, recordin
         done = [number // layout.num_nodes for number in start.consumed if number % layout.num_nodes == topo.node]
         node_ring = Ring.create(
             **shape, num_rollout_ranks=len(node_rollout_ranks), num_trainers=len(topo.node_trainers), done=done,
-            stride=layout.num_nodes, offset=topo.node,
+            stride=layout.num_nodes, offset=topo.node, timeout_s=config.timeout,
         )  # fmt: skip
         announce(start.run_dir, topo.node, node_ring.board, node_ring.segment, BOARD_AT)
         readers = [] if recording is not None else node_rollout_ranks

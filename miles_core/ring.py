@@ -46,14 +46,13 @@ FREE, WRITING, READY, READING = range(4)
 STATES = ("FREE", "WRITING", "READY", "READING")
 # words of the header
 NUM_SLOTS, SLOT_BYTES, DATA_AT, WINDOW, NUM_ROLLOUT_RANKS, NUM_ROWS, STRIDE, OFFSET, LIMIT, NUM_DONE = range(10)
-ASKED, STOPPED_AT, RECLAIMED, LOCKED_BY = range(10, 14)
+ASKED, STOPPED_AT, RECLAIMED, LOCKED_BY, TIMEOUT_MS = range(10, 15)
 # words of a slot; OPENS_AT is the version it was released with
 WORD, GENERATION, OWNER, PID, PID_STARTED, NBYTES, CHECKSUM, OPENS_AT = range(8)
 COUNTS = {"restored": RESTORED, "made_again": MADE_AGAIN, "resampled": RESAMPLED}
 BOARD_AT = 8 * ROW  # byte at which the rows of the ranks begin, after the header; each row and each slot has cache lines of its own
 _POLL_S = 0.0005
 _DEAD_CHECK_S = 0.1  # a look at another process takes 20 us
-_LOCK_TIMEOUT_S = 30.0  # it is held for microseconds
 
 _rings_of_this_process: weakref.WeakValueDictionary[tuple[int, int], Ring] = weakref.WeakValueDictionary()
 
@@ -103,16 +102,16 @@ class Ring:
         self.slots = segment.words(slots_at, self.num_slots, ROW)
         self.done = set(segment.words(done_at, int(self.header[NUM_DONE])).tolist())  # consumed before this run started
         self.pid, self.pid_started = os.getpid(), process_start(os.getpid())
-        self.next_dead_check = 0.0
+        self.timeout_s, self.next_dead_check = int(self.header[TIMEOUT_MS]) / 1000, 0.0
         self.mutex = threading.Lock()  # POSIX locks do not keep the threads of a process apart
 
     @classmethod
     def create(
         cls, *, num_slots: int, slot_bytes: int, window: int, num_rollout_ranks: int, num_groups: int,
-        num_trainers: int = 1, done: Iterable[int] = (), stride: int = 1, offset: int = 0,
+        num_trainers: int = 1, done: Iterable[int] = (), stride: int = 1, offset: int = 0, timeout_s: float = 60.0,
     ) -> Ring:  # fmt: skip
         """`num_groups`: where this ring's numbering ends, so that no group is made that will never be trained on. `done`: indices that an
-        earlier run consumed. Raises ValueError when there is not enough memory."""
+        earlier run consumed. `timeout_s`: of every wait. Raises ValueError when there is not enough memory."""
         done, slot_bytes = sorted(done), _page_aligned(slot_bytes)
         num_rows = num_rollout_ranks + num_trainers
         done_at = _offsets(num_slots, num_rows)[1]
@@ -122,6 +121,7 @@ class Ring:
         values = {
             NUM_SLOTS: num_slots, SLOT_BYTES: slot_bytes, DATA_AT: data_at, WINDOW: window, NUM_ROLLOUT_RANKS: num_rollout_ranks,
             NUM_ROWS: num_rows, STRIDE: stride, OFFSET: offset, LIMIT: num_groups, NUM_DONE: len(done), STOPPED_AT: -1,
+            TIMEOUT_MS: round(1000 * timeout_s),
         }  # fmt: skip
         segment.words(0, ROW)[list(values)] = list(values.values())
         segment.words(done_at, len(done))[:] = done
@@ -200,12 +200,12 @@ class Ring:
         """Whether `take(count)` would return at once. Once true, it stays so until the leader takes."""
         return self._pick(count) is not None
 
-    def take(self, count: int, timeout_s: float) -> list[Ref]:
+    def take(self, count: int) -> list[Ref]:
         """Leader only: the next `count` groups, each the lowest-numbered ready one among the W that follow the oldest unconsumed one.
 
         Empty when the run is asked to stop before they are there. Raises TimeoutError when no group has become ready for `timeout_s`.
         """
-        check = self.deadline(count, timeout_s)
+        check = self.deadline(count)
         while (picked := self._pick(count)) is None:
             if self.asked:
                 return []
@@ -224,7 +224,7 @@ class Ring:
         for ref in refs:
             self._tenant(ref, READING)[WORD] += READY - READING
 
-    def deadline(self, count: int, timeout_s: float) -> Callable[..., None]:
+    def deadline(self, count: int) -> Callable[..., None]:
         """Call it again and again while waiting for `count` groups: `check(busy)` raises TimeoutError, saying whose group is missing, when
         for so long none has become ready and nobody who waits was `busy` making one."""
         num_ready, until = -1, 0.0
@@ -233,9 +233,9 @@ class Ring:
             nonlocal num_ready, until
             now_ready = self.status().ready
             if busy or now_ready != num_ready:
-                num_ready, until = now_ready, time.monotonic() + timeout_s
+                num_ready, until = now_ready, time.monotonic() + self.timeout_s
             elif time.monotonic() > until:
-                raise TimeoutError(f"waited {timeout_s:g} s for {self._describe_wait()}; {num_ready} of {count} groups are ready")
+                raise TimeoutError(f"waited {self.timeout_s:g} s for {self._describe_wait()}; {num_ready} of {count} groups are ready")
 
         return check
 
@@ -297,7 +297,7 @@ class Ring:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        deadline = time.monotonic() + self.timeout_s  # it is held for microseconds
         with self.mutex:
             while True:
                 try:
@@ -305,8 +305,8 @@ class Ring:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        holder = int(self.header[LOCKED_BY])
-                        raise TimeoutError(f"process {holder} holds the ring's lock for {_LOCK_TIMEOUT_S:.0f} s: is it stopped?") from None
+                        who = f"process {self.header[LOCKED_BY]}"
+                        raise TimeoutError(f"waited {self.timeout_s:g} s for the ring's lock: is {who} stopped?") from None
                     time.sleep(2e-5)
             self.header[LOCKED_BY] = self.pid
             try:

@@ -71,7 +71,7 @@ def bench(num_samples: int, nbytes: int, rounds: int) -> None:
     for number in range(rounds + 2):  # the first two touch the pages
         claims = [ring.claim(0) for _ in range(NUM_GROUPS)]
         copy_s, put_s = seconds(memcpy), seconds(put, claims)
-        refs = ring.take(NUM_GROUPS, 1.0)
+        refs = ring.take(NUM_GROUPS)
         copy_again_s, read_s = seconds(memcpy), seconds(read, refs)
         ring.release(refs, 0)
         if number >= 2:

@@ -41,7 +41,7 @@ def rolled_out(config: Config, inputs: Inputs, directory: Path) -> Iterator[tupl
             if ring.ready(config.prompts_per_step):
                 break
             rollout.tick()
-        groups = [ring.read(ref) for ref in ring.take(config.prompts_per_step, 1.0)]
+        groups = [ring.read(ref) for ref in ring.take(config.prompts_per_step)]
         entries = sorted((entry for path in files(directory) for entry in scan(path).entries), key=lambda entry: entry.group)
         assert [e.group for e in entries] == [g[0].group for g in groups], "every group is in the journal before the ring, whole"
         for entry, group in zip(entries, groups, strict=True):

@@ -62,7 +62,7 @@ class Run:
 
     def step(self) -> None:
         """take -> train -> publish -> release; `release_at_take` is the mistake."""
-        refs = self.ring.take(self.groups_per_step, 1.0)
+        refs = self.ring.take(self.groups_per_step)
         for ref in refs:
             (sample,) = self.ring.read(ref)
             self.staleness.append(self.version - sample.oldest_version)

@@ -24,7 +24,7 @@ from miles_core.schema import FIELDS, Trajectory, group_nbytes, write_group
 
 def make(num_slots: int = 4, *, live: int | None = 0, **changes: object) -> Ring:
     """A ring of one rollout rank, which reports version `live`."""
-    values = {"slot_bytes": 4096, "window": 1, "num_rollout_ranks": 1, "num_groups": 1000}
+    values = {"slot_bytes": 4096, "window": 1, "num_rollout_ranks": 1, "num_groups": 1000, "timeout_s": 1.0}
     ring = Ring.create(num_slots=num_slots, **{**values, **changes})
     for row in range(ring.num_rollout_ranks + 1):
         ring.board.join(row, row, trains=row == ring.num_rollout_ranks)
@@ -60,7 +60,7 @@ def test_group_numbers_are_handed_out_in_order_and_only_with_a_slot() -> None:
     for claim in (claims[2], claims[0], claims[1]):
         ring.put(claim, group_of(claim.group))
     assert ring.claim(0) is None, "READY groups keep their slots"
-    refs = ring.take(2, 1.0)
+    refs = ring.take(2)
     assert ring.claim(0) is None, "and so do taken ones"
     ring.release(refs, 1)
     assert ring.claim(0) is None, "until the weights trained on them are live"
@@ -81,11 +81,11 @@ def test_a_group_comes_back_bit_for_bit_as_views_of_the_slot() -> None:
     ring = make()
     group = group_of(0)
     ring.put(ring.claim(0), group)
-    (ref,) = ring.take(1, 1.0)
+    (ref,) = ring.take(1)
     serialised = np.zeros(group_nbytes(group), np.uint8)
     write_group(group, memoryview(serialised))
     ring.put_bytes(ring.claim(0), serialised)
-    assert_equal(group, ring.read(ring.take(1, 1.0)[0]))
+    assert_equal(group, ring.read(ring.take(1)[0]))
     for _ in range(2):  # any reader of the node may read it, as often as it likes
         back = ring.read(pickle.loads(pickle.dumps(ref)))
         assert_equal(group, back)
@@ -100,30 +100,30 @@ def test_take_is_strict_with_a_window_of_one_and_passes_the_head_with_a_larger_o
         ring.put(claims[i], group_of(i))
     assert not ring.ready(1), "group 0 is not there yet"
     ring.put(claims[0], group_of(0))
-    assert [r.group for r in ring.take(3, 1.0)] == [0, 1, 2]
+    assert [r.group for r in ring.take(3)] == [0, 1, 2]
 
     ring = make(6, window=3)
     claims = [ring.claim(0) for _ in range(6)]
     for i in (5, 4, 3, 2):
         ring.put(claims[i], group_of(i))
     assert ring.ready(1) and not ring.ready(2), "group 0 is the oldest unconsumed: the window is 0, 1, 2"
-    assert [r.group for r in ring.take(1, 1.0)] == [2]
+    assert [r.group for r in ring.take(1)] == [2]
     assert not ring.ready(1), "the window does not move while group 0 is missing"
     ring.put(claims[0], group_of(0))
     assert ring.ready(2), "0, then 3: the window is 1, 2, 3"
     assert not ring.ready(3)
     ring.put(claims[1], group_of(1))
-    assert [r.group for r in ring.take(4, 1.0)] == [0, 1, 3, 4]
+    assert [r.group for r in ring.take(4)] == [0, 1, 3, 4]
     assert ring.consumed() == [0, 1, 2, 3, 4]
 
 
 def test_no_more_groups_than_will_be_trained_on() -> None:
     ring = make(4, num_groups=6)
     assert put_all(ring) == [0, 1, 2, 3]
-    ring.release(ring.take(4, 1.0), 1)
+    ring.release(ring.take(4), 1)
     ring.set_live(0, 1)
     assert put_all(ring) == [4, 5]
-    ring.release(ring.take(2, 1.0), 2)
+    ring.release(ring.take(2), 2)
     ring.set_live(0, 2)
     assert ring.claim(0) is None
     assert ring.consumed() == list(range(6))
@@ -134,13 +134,13 @@ def test_a_resumed_ring_skips_what_was_consumed_and_makes_the_rest() -> None:
     claims = [first.claim(0) for _ in range(6)]
     for i in (0, 1, 3, 4):
         first.put(claims[i], group_of(i))
-    first.take(3, 1.0)
+    first.take(3)
     done = first.consumed()
     assert done == [0, 1, 3]
     second = make(6, window=3, num_groups=9, done=done, live=7)
     assert second.consumed() == done
     assert put_all(second) == [2, 4, 5, 6, 7, 8]
-    assert [r.group for r in second.take(6, 1.0)] == [2, 4, 5, 6, 7, 8]
+    assert [r.group for r in second.take(6)] == [2, 4, 5, 6, 7, 8]
     assert second.consumed() == list(range(9))
     assert make(done=range(1000)).claim(0) is None
 
@@ -149,7 +149,7 @@ def test_nodes_stripe_the_group_numbers() -> None:
     rings = [make(4, stride=3, offset=node, num_groups=5, done=[0] if node == 1 else []) for node in range(3)]
     numbers = [put_all(ring) for ring in rings]
     assert numbers == [[0, 3, 6, 9], [4, 7, 10, 13], [2, 5, 8, 11]]
-    refs = rings[1].take(2, 1.0)
+    refs = rings[1].take(2)
     assert [r.group for r in refs] == [4, 7]
     assert rings[1].consumed() == [0, 1, 2], "indices of this ring"
     rings[1].release(refs, 0)
@@ -164,13 +164,13 @@ def test_stale_references_and_claims_are_refused() -> None:
         ring.put(claim, group_of(0))
     with pytest.raises(AssertionError, match="READY"):
         ring.read(Ref(*claim))
-    (ref,) = ring.take(1, 1.0)
+    (ref,) = ring.take(1)
     ring.release([ref], 0)
     with pytest.raises(AssertionError, match="FREE"):
         ring.release([ref], 0)
     second = ring.claim(0)
     ring.put(second, group_of(1))
-    ring.take(1, 1.0)
+    ring.take(1)
     with pytest.raises(AssertionError, match="slot 0 holds group 1, generation 2, READING"):
         ring.read(ref)
     with pytest.raises(AssertionError, match="is stale"):
@@ -180,7 +180,7 @@ def test_stale_references_and_claims_are_refused() -> None:
 def test_every_flipped_bit_of_a_record_is_noticed() -> None:
     ring = make()
     ring.put(ring.claim(0), group_of(0))
-    (ref,) = ring.take(1, 1.0)
+    (ref,) = ring.take(1)
     record = np.frombuffer(ring.segment.buffer, np.uint8)[ring.data_at :][: group_nbytes(group_of(0))]
     for place in range(len(record)):
         record[place] ^= 1 << (place % 8)
@@ -202,14 +202,14 @@ def test_a_group_that_does_not_fit_names_the_flag_and_leaves_the_ring_usable() -
 
 
 def test_an_overdue_take_names_the_group_its_maker_and_everybodys_last_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = make(4, num_rollout_ranks=2, stride=2, offset=1)
+    ring = make(4, num_rollout_ranks=2, stride=2, offset=1, timeout_s=0.05)
     with pytest.raises(TimeoutError, match=re.escape("waited 0.05 s for group 1, which no rank has claimed (live versions: [0, 0])")):
-        ring.take(1, 0.05)
+        ring.take(1)
     claims = [ring.claim(i % 2) for i in range(3)]
     ring.put(claims[0], group_of(1))
     ring.put(claims[2], group_of(5))
     with pytest.raises(TimeoutError) as caught:
-        ring.take(3, 0.05)
+        ring.take(3)
     pid = os.getpid()
     assert f"waited 0.05 s for group 3 (slot {claims[1].slot}, WRITING, rollout rank 1, pid {pid})" in str(caught.value)
     assert "2 of 3 groups are ready" in str(caught.value)
@@ -217,7 +217,7 @@ def test_an_overdue_take_names_the_group_its_maker_and_everybodys_last_sign_of_l
         assert re.search(rf"rank {rank} \(rollout, pid {pid}\) was generating \d+\.\d s ago", str(caught.value))
     monkeypatch.setattr(status, "process_start", lambda pid: 0)
     with pytest.raises(TimeoutError, match=rf"rank 0 \(rollout, pid {pid}, which has ended\)"):
-        ring.take(3, 0.01)
+        ring.take(3)
     assert [ring.ready(1), ring.ready(2)] == [True, False], "a take that failed took nothing"
 
 
@@ -234,7 +234,7 @@ def test_the_deadline_of_take_starts_anew_with_every_group(monkeypatch: pytest.M
 
     monkeypatch.setattr(ring_module.time, "sleep", sleep)
     monkeypatch.setattr(ring_module.time, "monotonic", lambda: clock[0])
-    assert [r.group for r in ring.take(4, 1.0)] == [0, 1, 2, 3]
+    assert [r.group for r in ring.take(4)] == [0, 1, 2, 3]
     assert clock[0] > 3.0
 
 
@@ -263,7 +263,7 @@ def test_status_counts() -> None:
     ring.count(1, restored=2, made_again=4)
     counts = {"reclaimed": 0, "blocked_s": 1.75, "restored": 3, "made_again": 4, "resampled": 3}
     assert ring.status()._asdict() == {"ready": 2, "in_flight": 1, "bytes": sum(nbytes)} | counts
-    refs = ring.take(1, 1.0)
+    refs = ring.take(1)
     assert ring.status()._asdict() == {"ready": 1, "in_flight": 1, "bytes": sum(nbytes)} | counts
     ring.release(refs, 0)
     assert ring.status()._asdict() == {"ready": 1, "in_flight": 1, "bytes": nbytes[1]} | counts
@@ -274,12 +274,12 @@ def test_a_run_is_asked_to_stop_and_says_where_it_did() -> None:
     claims = [ring.claim(0) for _ in range(3)]
     for claim in claims[:2]:
         ring.put(claim, group_of(claim.group))
-    refs = ring.take(2, 1.0)
+    refs = ring.take(2)
     ring.give_back(refs)
-    assert ring.consumed() == [] and [r.group for r in ring.take(1, 1.0)] == [0], "what was given back can be taken again"
+    assert ring.consumed() == [] and [r.group for r in ring.take(1)] == [0], "what was given back can be taken again"
     assert not ring.asked
     ring.ask_to_stop()
-    assert ring.asked == 1 and ring.take(2, 60.0) == [], "nobody waits for a group that is not there"
+    assert ring.asked == 1 and ring.take(2) == [], "nobody waits for a group that is not there"
     ring.ask_to_stop(at_once=True)
     ring.ask_to_stop()
     assert ring.asked == 2, "the most urgent counts"

@@ -93,7 +93,7 @@ class Job(RuleBasedStateMachine):
     @precondition(lambda self: self.ring.ready(self.P))
     @rule()
     def step(self) -> None:
-        refs = self.ring.take(self.P, 0.0)
+        refs = self.ring.take(self.P)
         assert [ref.group for ref in refs] == sorted(ref.group for ref in refs)
         for ref in refs:
             (sample,) = self.ring.read(ref)
@@ -107,7 +107,7 @@ class Job(RuleBasedStateMachine):
     @precondition(lambda self: self.ring.ready(self.P))
     @rule()
     def take_and_give_back(self) -> None:
-        self.ring.give_back(self.ring.take(self.P, 0.0))
+        self.ring.give_back(self.ring.take(self.P))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())

@@ -78,7 +78,7 @@ def train_until(ring: Ring, num_groups: int, pipes: list[Connection], between_st
     taken: list[int] = []
     while len(taken) < num_groups:
         between_steps()
-        refs = ring.take(2, 60.0)
+        refs = ring.take(2)
         for pipe in pipes:
             pipe.send(refs)
         for ref in refs:
@@ -91,7 +91,7 @@ def train_until(ring: Ring, num_groups: int, pipes: list[Connection], between_st
 
 
 def ring_of(num_slots: int, num_groups: int, num_rollout_ranks: int = 3) -> Ring:
-    return make(num_slots, window=3, slot_bytes=65536, num_rollout_ranks=num_rollout_ranks, num_groups=num_groups)
+    return make(num_slots, window=3, slot_bytes=65536, num_rollout_ranks=num_rollout_ranks, num_groups=num_groups, timeout_s=60.0)
 
 
 def test_every_group_arrives_once_and_whole_at_every_reader(start: Callable[..., BaseProcess]) -> None:
@@ -169,7 +169,7 @@ def fork(target: Callable, *args: object) -> int:
 @pytest.mark.parametrize("inherited", [False, True], ids=["new group", "taken over from a dead writer"])
 def test_a_writer_killed_at_any_line_leaves_a_ring_that_goes_on(inherited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_module, "_DEAD_CHECK_S", 0.0)
-    ring = make(2, slot_bytes=65536, num_rollout_ranks=1, num_groups=10**6)
+    ring = make(2, slot_bytes=65536, num_groups=10**6)
     line, reclaimed, finished = 0, 0, False
     while not finished:
         line += 1
@@ -183,7 +183,7 @@ def test_a_writer_killed_at_any_line_leaves_a_ring_that_goes_on(inherited: bool,
         first = 2 * (line - 1)
         while (claim := ring.claim(0)) is not None:
             ring.put(claim, contents(claim.group))
-        refs = ring.take(2, 1.0)
+        refs = ring.take(2)
         assert [ref.group for ref in refs] == [first, first + 1], f"after a kill at line {line}"
         for ref in refs:
             assert_equal(contents(ref.group), ring.read(ref))
@@ -208,25 +208,23 @@ def attach_and_leave(path: str) -> None:
 
 
 def try_lock(path: str, pipe: Connection) -> None:
-    ring_module._LOCK_TIMEOUT_S = 0.1
+    ring = Ring.attach(path)
+    ring.timeout_s = 0.1
     try:
-        with Ring.attach(path)._lock():
+        with ring._lock():
             pipe.send("got it")
     except TimeoutError as error:
         pipe.send(str(error))
 
 
-def test_a_held_lock_is_reported_with_its_holder_and_freed_by_sigkill(
-    start: Callable[..., BaseProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ring_module, "_LOCK_TIMEOUT_S", 0.2)
-    ring, (mine, theirs) = make(), processes.Pipe()
+def test_a_held_lock_is_reported_with_its_holder_and_freed_by_sigkill(start: Callable[..., BaseProcess]) -> None:
+    ring, (mine, theirs) = make(timeout_s=0.2), processes.Pipe()
     holder = start(hold_lock, ring.segment.path, theirs)
     assert mine.recv() == "held"
-    with pytest.raises(TimeoutError, match=f"process {holder.pid} holds the ring's lock"):
+    with pytest.raises(TimeoutError, match=f"waited 0.2 s for the ring's lock: is process {holder.pid} stopped"):
         ring.claim(0)
     os.kill(holder.pid, signal.SIGSTOP)
-    with pytest.raises(TimeoutError, match="is it stopped"):
+    with pytest.raises(TimeoutError, match="for the ring's lock"):
         ring.ready(1)
     holder.kill()
     holder.join()
@@ -240,7 +238,7 @@ def test_a_lock_is_not_dropped_by_another_process_that_opens_and_closes_the_ring
         child.join()
         assert child.exitcode == 0
         start(try_lock, ring.segment.path, theirs)
-        assert mine.recv().startswith(f"process {os.getpid()} holds")
+        assert mine.recv() == f"waited 0.1 s for the ring's lock: is process {os.getpid()} stopped?"
     start(try_lock, ring.segment.path, theirs)
     assert mine.recv() == "got it"
 
