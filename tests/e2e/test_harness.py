@@ -102,7 +102,7 @@ def test_a_harness_that_is_killed_loses_its_episodes_and_no_more(tmp_path: Path)
     """And they are played again: three of a group of four are too many to leave out."""
     (tmp_path / "mine.py").write_text(AGENT)
     port = free_ports(1)
-    flags = ("--task", TASK, "--agent", "http", "--serve-port", port, "--episode-timeout", 4, *SMALL)
+    flags = ("--task", TASK, "--agent", "http", "--serve-port", port, "--episode-timeout", 8, *SMALL)
     run = Job(tmp_path, *flags, "--steps", 2, ranks=2)
     run.wait_until(lambda: "serves its sessions" in run.out, "the address")
     first = harness(tmp_path, port, "mine.py:hang", "--concurrency", 3)
@@ -112,7 +112,7 @@ def test_a_harness_that_is_killed_loses_its_episodes_and_no_more(tmp_path: Path)
     ended = run.end()
     assert ended.code == 0 and second.code == 0, f"{ended} {second}"
     lines = steps(tmp_path / "run")
-    assert ended.err.count("timeout: the episode took longer than 4 s") == lines[-1]["ring/resampled"] == 3
+    assert ended.err.count("timeout: the episode took longer than 8 s") == lines[-1]["ring/resampled"] == 3
     assert sum(16 * step["rollout/verdict/ok"] for step in lines) == 32 and "32 episodes were played here" in second.out
 
 

@@ -16,7 +16,7 @@ FLAGS = (
     *("--task", TASK, "--steps", 9, "--save-every", 4, "--prompts-per-step", 2, "--samples-per-prompt", 4, "--eval-prompts", 2),
     *("--max-staleness", 3, "--timeout", 60),
 )
-ENV = {"MAX_RESTARTS": "1", "E2E_REWARD_S": "0.05"}
+ENV = {"MAX_RESTARTS": "1", "E2E_REWARD_S": "0.1"}
 
 
 def test_a_rank_of_one_node_is_killed_and_all_nodes_start_again(tmp_path: Path) -> None:

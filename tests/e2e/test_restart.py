@@ -16,7 +16,7 @@ FLAGS = ("--task", TASK, "--steps", 9, "--save-every", 4, "--prompts-per-step", 
 
 
 def test_a_killed_job_goes_on_by_itself_where_it_was(tmp_path: Path) -> None:
-    job = Job(tmp_path, *FLAGS, "--max-staleness", 3, ranks=3, MAX_RESTARTS="1", E2E_REWARD_S="0.05")
+    job = Job(tmp_path, *FLAGS, "--max-staleness", 3, ranks=3, MAX_RESTARTS="1", E2E_REWARD_S="0.1")
     job.wait_until(lambda: "step 5/" in job.out, "five steps")
     pid = job.rank_pid(2)
     os.kill(pid, signal.SIGKILL)

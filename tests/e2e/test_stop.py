@@ -24,7 +24,7 @@ FLAGS = ("--task", TASK, "--steps", 9, "--prompts-per-step", 2, "--samples-per-p
 def test_stop_and_go_on(tmp_path: Path, ranks: int, number: signal.Signals, staleness: int) -> None:
     """The terminal interrupts the whole foreground group, SLURM signals every process of the job."""
     flags = (*FLAGS, "--max-staleness", staleness)
-    job = Job(tmp_path, *flags, ranks=ranks, E2E_REWARD_S="0.05")
+    job = Job(tmp_path, *flags, ranks=ranks, E2E_REWARD_S="0.2")
     job.wait_until(lambda: "step 2/" in job.out, "two steps")
     sent = time.monotonic()
     if number == signal.SIGINT:
@@ -78,14 +78,15 @@ def test_sigterm_in_the_middle_of_a_step_leaves_it(tmp_path: Path, ranks: int, f
 
 
 def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
-    job = Job(tmp_path, *FLAGS, "--max-staleness", 0, ranks=2, E2E_REWARD_S="0.05")
+    job = Job(tmp_path, *FLAGS, "--max-staleness", 0, ranks=2, E2E_REWARD_S="0.2")
     job.wait_until(lambda: "step 2/" in job.out, "two steps")
     trainer = job.rank_pid(1)
     os.kill(trainer, signal.SIGSTOP)  # else it would be gone by the time of the second one
     os.killpg(job.process.pid, signal.SIGINT)
     time.sleep(0.5)
     os.killpg(job.process.pid, signal.SIGINT)
-    time.sleep(0.5)
+    job.wait_until(lambda: "interrupted" in job.files[1].read_text(), "the end of the other rank")
+    time.sleep(0.5)  # for torchrun to see it
     os.kill(trainer, signal.SIGCONT)
     ended = job.end()
     assert ended.code == 130 and "interrupted" in ended.err and ended.seconds < 60, str(ended)
