@@ -112,6 +112,7 @@ def test_waiting_for_a_version() -> None:
     assert node.readers[0].receive(model.items(), min_version=3) is None, "it is loaded already"
     with pytest.raises(TimeoutError, match=r"rank 4 waited 0.3 s for weights of version 4; the newest are of version 3"):
         node.readers[0].receive(model.items(), min_version=4)
+    node.readers[0].timeout_s = 20.0
     later = threading.Timer(0.1, node.publisher.publish, (4, make(4).items()))
     later.start()
     assert node.readers[0].receive(model.items(), min_version=4) == 4 and same(model, make(4))
