@@ -194,7 +194,7 @@ class Rollout:
     def close(self) -> None:
         self.player.close()
         self.rewards.close()
-        self.journal.close()
+        self.journal.close(self.config.timeout)
 
     def run(self) -> None:
         """The life of a dedicated rollout rank: until the trainer says stop."""

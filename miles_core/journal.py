@@ -82,14 +82,16 @@ class Journal:
             self.fd = -1
             self._wake.set()
 
-    def close(self) -> None:
-        """Write everything to disk and stop."""
+    def close(self, timeout_s: float = 300.0) -> None:
+        """Write everything to disk and stop. Raises TimeoutError when the disk has not taken it by then."""
         if self.fd >= 0:
             self._closing.add(self.fd)
             self.fd = -1
         self._ended.set()
         self._wake.set()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"waited {timeout_s:g} s for the fsync of the journal in {self.directory}: its disk does not answer")
         self._raise_failure()
 
     def _open(self) -> None:
