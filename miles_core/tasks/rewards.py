@@ -193,15 +193,22 @@ class _Worker:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def _kill(self) -> None:
-        # A dying process closes its pipe a moment before it ends. WNOWAIT leaves it a zombie, so that its group's number stays its own.
-        ended, patience = os.WEXITED | os.WNOWAIT | os.WNOHANG, time.monotonic() + 5.0
-        while self.closed and os.waitid(os.P_PID, self.process.pid, ended) is None and time.monotonic() < patience:
-            time.sleep(0.001)
-        if os.waitid(os.P_PID, self.process.pid, ended) is None:
-            self.process.send_signal(signal.SIGSTOP)  # it starts nothing more
+        assert self.process.stdin is not None and self.process.stdout is not None
+        if self.closed:
+            self._has_ended(5.0)  # a dying process closes its pipe a moment before it ends
+        self.process.stdin.close()  # its watcher kills it and what it started, as it would if this process died: now it may
+        if not self._has_ended(10.0):  # it has no watcher any more
+            self.process.send_signal(signal.SIGSTOP)
             kill_tree(self.process.pid)
         os.killpg(self.process.pid, signal.SIGKILL)  # whether it still runs or not: what it started may
         self.process.wait(timeout=10.0)
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
         self.process.stdout.close()
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        """Whether it ends within so long. WNOWAIT leaves it a zombie, so that the number of its group stays its own."""
+        deadline = time.monotonic() + timeout_s
+        while os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True

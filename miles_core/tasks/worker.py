@@ -9,6 +9,7 @@ reward has started, whatever group or session that has gone to.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import numbers
@@ -42,7 +43,8 @@ def first_line(text: str) -> str:
 def end_with_stdin() -> None:
     """Fork a watcher that kills this process and all that it started when nobody holds the other end of stdin any more.
 
-    Then the parent has died. The kernel's parent-death signal ends the worker alone, and would leave behind what a reward has started.
+    Then the parent has died, or gives this worker up. The kernel's parent-death signal would end the worker alone, and leave behind what a
+    reward has started.
     """
     worker = os.getpid()
     if os.fork() == 0:
@@ -51,9 +53,11 @@ def end_with_stdin() -> None:
         poll = select.poll()
         poll.register(0, 0)  # no event asked for: a hang-up is always told, and requests are left for the worker
         poll.poll()
-        os.kill(worker, signal.SIGSTOP)  # it starts nothing more
-        kill_tree(worker, but=os.getpid())
-        os.kill(worker, signal.SIGKILL)
+        if os.getppid() == worker:  # else it has ended by itself, and its number may be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGSTOP)  # it starts nothing more
+                kill_tree(worker, but=os.getpid())
+                os.kill(worker, signal.SIGKILL)
         os._exit(0)
 
 

@@ -268,3 +268,37 @@ time.sleep(1000)
     parent.wait()
     parent.stdout.close()
     wait_until(lambda: not any(map(is_alive, pids)), f"end of {pids}")
+
+
+def test_a_rank_that_dies_while_it_kills_a_worker_leaves_nothing(do: Callable[..., RewardPool], tmp_path: Path) -> None:
+    """SIGKILL at each line of that in turn."""
+    do()  # writes the task's file
+    code = f"""
+import os, signal, sys, time
+from miles_core.tasks.rewards import RewardPool, _Worker
+pool = RewardPool({str(tmp_path / "do.py")!r}, 0)
+pool.submit(0, sys.argv[1], "hang")
+while not os.path.exists(sys.argv[1]) or len(open(sys.argv[1]).read().split()) < 4:
+    pool.poll()
+    time.sleep(0.01)
+print(pool._workers[0].process.pid, flush=True)
+lines = int(sys.argv[2])
+def trace(frame, event, _):
+    global lines
+    if frame.f_code not in (_Worker._kill.__code__, _Worker._has_ended.__code__):
+        return None
+    lines -= event == "line"
+    if lines < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return trace
+sys.settrace(trace)
+pool.close()
+"""
+    files = [tmp_path / f"pids-{number}" for number in range(9)]
+    parents = [
+        subprocess.Popen([sys.executable, "-c", code, file, str(number)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for number, file in enumerate(files)
+    ]
+    pids = [int(parent.communicate(timeout=60)[0]) for parent in parents] + [int(pid) for file in files for pid in file.read_text().split()]
+    assert [parent.returncode for parent in parents] == [-signal.SIGKILL] * len(files)
+    wait_until(lambda: not any(map(is_alive, pids)), f"end of {pids}")
