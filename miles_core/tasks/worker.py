@@ -18,6 +18,7 @@ import resource
 import select
 import signal
 import sys
+import time
 from typing import Any
 
 from miles_core import tasks
@@ -80,8 +81,10 @@ def main(memory: str, name: str, seed: str, data: str, eval_data: str) -> None:
         reward, verdict, detail = judge(task, sample["answer"], sample["text"])
         try:
             print(json.dumps({"reward": reward, "verdict": verdict, "detail": detail}), file=replies, flush=True)
-        except BrokenPipeError:  # the rank has died: the watcher is about to kill this process, and what it has started while it lives
-            signal.pause()
+        except BrokenPipeError:
+            break
+    # The rank has died, or gives this process up: the watcher is about to kill it, with what it has started, which is found while it lives.
+    time.sleep(60)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,11 @@ def bomb(answer):
         subprocess.Popen(["sh", "-c", f"echo $$ >> {answer}; sleep 1000 & setsid sh -c 'sleep 1000 & wait' & wait"])
     time.sleep(1000)
 
+def leave(answer):
+    program = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    open(answer, "w").write(f"{os.getpid()} {program.pid}")
+    return 1
+
 def crash(answer):
     os.kill(os.getpid(), 9)
 
@@ -50,7 +55,8 @@ def fail(answer):
 DO = {"hang": hang, "crash": crash, "noise": noise, "fail": fail, "exit": lambda answer: sys.exit(3),
       "none": lambda answer: None, "nan": lambda answer: float("nan"), "word": lambda answer: "1", "huge": lambda answer: 10**400,
       "true": lambda answer: True, "number": lambda answer: answer, "pid": lambda answer: os.getpid(),
-      "big": lambda answer: len(bytearray(answer << 20)), "bomb": bomb}
+      "big": lambda answer: len(bytearray(answer << 20)), "bomb": bomb,
+      "leave": leave}
 
 def task(seed, data):
     return Task("do", None, lambda answer, text: DO[text](answer))
@@ -239,6 +245,15 @@ def test_close_leaves_no_process(do: Callable[..., RewardPool], tmp_path: Path) 
     wait_until(lambda: all_ready(pool) and file.exists() and len(file.read_text().split()) == 4, "a reward that hangs")
     pids = [int(pid) for pid in file.read_text().split()] + [worker.process.pid for worker in pool._workers]
     assert all(map(is_alive, pids))
+    pool.close()
+    wait_until(lambda: not any(map(is_alive, pids)), f"end of {pids}")
+
+
+def test_close_ends_what_a_reward_has_left_behind(do: Callable[..., RewardPool], tmp_path: Path) -> None:
+    pool, file = do(), tmp_path / "pids"
+    assert [result[2] for result in judge(pool, (str(file), "leave"))] == ["ok"]
+    pids = [int(pid) for pid in file.read_text().split()]
+    assert len(pids) == 2 and all(map(is_alive, pids))
     pool.close()
     wait_until(lambda: not any(map(is_alive, pids)), f"end of {pids}")
 
