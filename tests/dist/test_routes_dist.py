@@ -207,7 +207,7 @@ def one_fault(fault: str, timeout_s: float, told: Path) -> None:
         with pytest.raises(RuntimeError) as error:
             fetch = Fetch([trajectory], None, topo.route_group, MOE, CPU, timeout_s)
             fetch.attach(pack.pack([trajectory], 100)[0])
-        assert time.monotonic() - started < timeout_s + 10.0
+        assert time.monotonic() - started < timeout_s + 1.0
         told.write_text(str(error.value))
     if fault != "silent":  # then the group is broken
         topo.gather(None)
